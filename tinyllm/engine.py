@@ -1,0 +1,86 @@
+"""The whole loop: schedule, lay flat, run the model, sample, update."""
+
+import contextlib
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tinyllm.batch import FlatBatch, SamplingBatch, build_batch, build_sampling_batch
+from tinyllm.config import CacheConfig, SchedulerConfig
+from tinyllm.kv_cache import KVCache
+from tinyllm.model import Decoder
+from tinyllm.request import Request
+from tinyllm.sampler.sample import sample
+from tinyllm.scheduler import Schedule, Scheduler
+from tinyllm.shapes import checking
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step did: the decision, its tensors, and the token (or None) of each scheduled request."""
+
+    schedule: Schedule
+    batch: FlatBatch
+    logits: Tensor  # [num_logits, vocab_size]
+    sampled_token_ids: tuple[int | None, ...]
+    finished: tuple[Request, ...]
+
+
+class Engine:
+    """Runs requests to their end, many at a time, one step after the other.
+
+    check_shapes False switches the shape checks off around the model and the sampler (for the fast backends).
+    """
+
+    def __init__(self, model: Decoder, cache: CacheConfig, scheduler: SchedulerConfig, check_shapes: bool = True):
+        self.model = model
+        self.cache_config = cache
+        self.check_shapes = check_shapes
+        self.scheduler = Scheduler(scheduler, cache)
+        weight = model.embed_tokens.weight
+        self.device = weight.device
+        self.kv_cache = KVCache(model.config, cache, weight.dtype, weight.device)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_unfinished_requests
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; it joins the next step that has room. RequestError where it could never run."""
+        self.scheduler.add_request(request)
+
+    def step(self) -> StepOutput:
+        """Compute some tokens of some requests; each request whose tokens are all computed gets one more."""
+        schedule = self.scheduler.schedule()
+        assert schedule.scheduled, "step() needs an unfinished request"
+        batch = self._build_batch(schedule)
+        sampling = self._build_sampling_batch(schedule)
+        with contextlib.nullcontext() if self.check_shapes else checking(False):
+            logits = self.model(batch, self.kv_cache)
+            token_ids, is_valid = sample(logits, sampling)
+        sampled = tuple(
+            token_id if valid else None for token_id, valid in zip(token_ids.tolist(), is_valid.tolist(), strict=True)
+        )
+        finished = self.scheduler.update(schedule, sampled)
+        return StepOutput(schedule, batch, logits, sampled, tuple(finished))
+
+    def _build_batch(self, schedule: Schedule) -> FlatBatch:
+        entries = schedule.scheduled
+        return build_batch(
+            [entry.token_ids for entry in entries],
+            [entry.num_computed_tokens for entry in entries],
+            [entry.block_ids for entry in entries],
+            self.cache_config.block_size,
+            self.device,
+        )
+
+    def _build_sampling_batch(self, schedule: Schedule) -> SamplingBatch:
+        requests = [entry.request for entry in schedule.scheduled]
+        return build_sampling_batch(
+            [request.params for request in requests],
+            [request.seed for request in requests],
+            [entry.seq_len for entry in schedule.scheduled],  # the position of the token to be sampled
+            self.model.config.vocab_size,
+            self.device,
+        )

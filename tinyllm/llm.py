@@ -1,0 +1,144 @@
+"""Text in, text out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinyllm.config import CacheConfig, SchedulerConfig
+from tinyllm.engine import Engine
+from tinyllm.errors import RequestError
+from tinyllm.layers.attention.backends import FAST_BACKENDS
+from tinyllm.request import Request, SamplingParams
+from tinyllm.weights.load import LoadedModel, load_model
+
+DEFAULT_MAX_MODEL_LEN = 2048
+DEFAULT_POOL_TOKENS = 8192
+DEFAULT_MAX_NUM_SEQS = 128
+
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt. `text` leaves special tokens out; `token_ids` holds all of them, the end token too."""
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop", "length" or "error"
+    seed: int  # given or drawn: it reproduces a sampled answer
+
+
+class LLM:
+    """A loaded model with an engine around it.
+
+    model None is the default model (SmolLM2-135M-Instruct), a path another GGUF file; a LoadedModel is used as it is.
+    attention is ``reference`` (six readable steps) or ``sdpa``; check_shapes None checks all but the fast backends.
+    Raises ModelFileError, ConfigError or TokenizerError, one line each, where the model or a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        dtype: str = "float32",
+        attention: str = "reference",
+        check_shapes: bool | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+    ):
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, attention=attention)
+        self.loaded = loaded
+        self.tokenizer = loaded.tokenizer
+        if max_model_len is None:
+            max_model_len = min(loaded.config.max_positions, DEFAULT_MAX_MODEL_LEN)
+        if max_num_seqs is None:
+            max_num_seqs = min(DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
+        scheduler = SchedulerConfig(max_model_len, max_num_batched_tokens, max_num_seqs)
+        if num_blocks is None:
+            num_blocks = 1 + -(-max(max_model_len, DEFAULT_POOL_TOKENS) // max(block_size, 1))
+        if check_shapes is None:
+            check_shapes = loaded.attention not in FAST_BACKENDS
+        self.engine = Engine(loaded.decoder, CacheConfig(block_size, num_blocks), scheduler, check_shapes)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        parse_special: bool = False,
+    ) -> list[Completion]:
+        """Complete one prompt or several; they run together and come back in the order given.
+
+        params is one SamplingParams for all prompts, or one for each. Control tokens written in a prompt's text stay
+        text unless parse_special is set. Raises RequestError or TokenizerError before anything runs.
+        """
+        requests = self.make_requests(prompts, params, parse_special)
+        for request in requests:
+            self.engine.scheduler.check_request(request)
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            while not all(request.status.is_finished for request in requests):
+                self.engine.step()
+        finally:
+            for request in requests:  # only an exception leaves any unfinished
+                self.engine.scheduler.abort(request)
+        return [self.completion(request) for request in requests]
+
+    def make_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        parse_special: bool = False,
+    ) -> list[Request]:
+        """Encode the prompts and pair each with its parameters; nothing is queued yet."""
+        prompt_list = _as_prompt_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params_list = [params or SamplingParams()] * len(prompt_list)
+        else:
+            params_list = list(params)
+        if len(params_list) != len(prompt_list):
+            raise RequestError(
+                f"{len(prompt_list)} prompts came with {len(params_list)} sampling parameters; give one for each"
+            )
+        return [
+            self._make_request(prompt, prompt_params, parse_special)
+            for prompt, prompt_params in zip(prompt_list, params_list, strict=True)
+        ]
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
+        if isinstance(prompt, str):
+            token_ids = self.loaded.encode_prompt(prompt, parse_special)
+        else:
+            token_ids = list(prompt)
+            vocab_size = self.loaded.config.vocab_size
+            for token_id in token_ids:
+                if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                    raise RequestError(f"prompt token id {token_id!r} is outside the vocabulary of {vocab_size}")
+        request = Request(str(self._num_requests), token_ids, params, self.loaded.config.eos_token_ids)
+        self._num_requests += 1
+        return request
+
+    def completion(self, request: Request) -> Completion:
+        """What a finished request gave."""
+        prompt_ids, output_ids = request.prompt_token_ids, request.output_token_ids
+        return Completion(
+            prompt=self.tokenizer.decode(prompt_ids),
+            prompt_token_ids=tuple(prompt_ids),
+            text=self.tokenizer.decode(output_ids, skip_special=True),
+            token_ids=tuple(output_ids),
+            finish_reason=request.finish_reason or "",
+            seed=request.seed,
+        )
+
+
+def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One text or one list of ids is a single prompt; everything else is a list of prompts."""
+    if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    return list(prompts)  # pyright: ignore[reportReturnType]

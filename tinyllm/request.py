@@ -1,0 +1,142 @@
+"""One request: its prompt, its sampling parameters, and how far the engine has come with it. Plain Python.
+
+There is no prefill or decode state. `num_computed_tokens` against `num_tokens` says everything: a step computes some of
+the difference, and once it is zero the last row's logits give one more token.
+"""
+
+import enum
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinyllm.errors import RequestError
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. Names, ranges and order of use are vLLM's.
+
+    temperature 0 (the default) is greedy and ignores the truncations; a value between 0 and 0.01 is raised to 0.01.
+    top_k 0 or -1 and top_p 1 and min_p 0 are off. seed None draws a fresh seed, which the result records.
+    max_tokens None means: until max_model_len. Raises RequestError, one line, for any value out of range.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9).top_p
+    0.9
+    >>> SamplingParams(top_p=0)
+    Traceback (most recent call last):
+    tinyllm.errors.RequestError: top_p is 0; expected a number above 0 and up to 1 (1 switches it off)
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+                 "temperature", self.temperature, f"a number from 0 (greedy) to {MAX_TEMPERATURE:g}")  # fmt: skip
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "a whole number (0 or -1 switches it off)"
+        )
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1,
+                 "top_p", self.top_p, "a number above 0 and up to 1 (1 switches it off)")  # fmt: skip
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 (off) to 1")
+        _require(self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63),
+                 "seed", self.seed, "a 64-bit whole number or None")  # fmt: skip
+        _require(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+                 "max_tokens", self.max_tokens, "a whole number of at least 1, or None for as many as fit")  # fmt: skip
+        ids = self.stop_token_ids
+        _require(isinstance(ids, Sequence) and not isinstance(ids, str) and all(_is_int(i) and i >= 0 for i in ids),
+                 "stop_token_ids", ids, "a list of token ids")  # fmt: skip
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is simply the one with the largest logit."""
+        return self.temperature == 0
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value!r}; expected {expected}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands; the last four are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    STOPPED = "stop"  # an end token or one of its stop_token_ids
+    LENGTH_CAPPED = "length"  # max_tokens or max_model_len
+    FAILED = "error"  # its logits held nothing that could be sampled
+    ABORTED = "abort"  # the caller gave it up
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be computed for the request."""
+        return self not in (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine.
+
+    token_ids grows by one sampled token a step; block_ids are the KV blocks it holds, in order of position.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    seed: int = field(init=False)
+    stop_token_id: int | None = field(init=False, default=None)  # the token that stopped it
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError(f"request {self.request_id}: the prompt is empty; expected at least one token")
+        self.token_ids = list(self.prompt_token_ids)
+        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens so far: prompt and sampled ones."""
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The sampled tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``stop``, ``length``, ``error`` or ``abort``; None while it runs."""
+        return self.status.value if self.status.is_finished else None

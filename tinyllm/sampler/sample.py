@@ -1,0 +1,46 @@
+"""Choose one token id per gathered row."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tinyllm.batch import SamplingBatch
+from tinyllm.sampler.noise import gumbel_noise
+from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top_k_top_p
+
+
+@torch.inference_mode()
+def sample(
+    logits: Float[Tensor, "num_logits vocab_size"], sampling: SamplingBatch
+) -> tuple[Int[Tensor, " num_logits"], Bool[Tensor, " num_logits"]]:
+    """Return (token id, whether it is valid) of each row; a row of NaN or of nothing but -inf is not.
+
+    A greedy row takes the largest logit, the lowest id among equals; any other one draws from the softmax of its
+    processed logits. All arithmetic is in float32, and the caller's logits stay as they are.
+    """
+    float_logits: Float[Tensor, "num_logits vocab_size"] = logits.float()
+    scores: Float[Tensor, "num_logits vocab_size"]
+    scores = float_logits if sampling.is_all_greedy else draw_scores(float_logits, sampling)
+    token_ids: Int[Tensor, " num_logits"] = scores.argmax(dim=-1)
+    best: Float[Tensor, "num_logits 1"] = logits.gather(-1, token_ids[:, None])
+    is_valid: Bool[Tensor, " num_logits"] = best[:, 0].isfinite()
+    return token_ids, is_valid
+
+
+def draw_scores(
+    logits: Float[Tensor, "num_logits vocab_size"], sampling: SamplingBatch
+) -> Float[Tensor, "num_logits vocab_size"]:
+    """Processed logits plus Gumbel noise, whose argmax is the draw; a greedy row gets no noise."""
+    processed: Float[Tensor, "num_logits vocab_size"] = process(logits, sampling)
+    noise: Float[Tensor, "num_logits vocab_size"] = gumbel_noise(sampling.seeds, sampling.positions, logits.shape[-1])
+    is_greedy: Bool[Tensor, "num_logits 1"] = (sampling.temperature == 0)[:, None]
+    return processed + noise.masked_fill(is_greedy, 0.0)
+
+
+def process(
+    logits: Float[Tensor, "num_logits vocab_size"], sampling: SamplingBatch
+) -> Float[Tensor, "num_logits vocab_size"]:
+    """Temperature, min_p, then top_k and top_p: vLLM's order."""
+    tempered: Float[Tensor, "num_logits vocab_size"] = apply_temperature(logits, sampling.temperature)
+    likely: Float[Tensor, "num_logits vocab_size"] = apply_min_p(tempered, sampling.min_p)
+    return apply_top_k_top_p(likely, sampling.top_k, sampling.top_p) if sampling.is_truncated else likely

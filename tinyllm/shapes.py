@@ -1,0 +1,198 @@
+"""The glossary: one word per dimension, from the config through annotations, einops patterns and errors to the trace.
+
+``WORDS`` is the single list. Annotations such as ``Float[Tensor, "num_tokens hidden_size"]`` may use only these words
+(tests/test_glossary.py), the trace prints their symbols, and `typechecker` names them when a shape is wrong.
+"""
+
+import contextlib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+from beartype.door import is_bearable
+from beartype.roar import BeartypeCallHintReturnViolation, BeartypeCallHintViolation
+from jaxtyping import AnnotationError
+
+Scope = Literal["config", "cache", "step", "request", "call"]
+
+
+@dataclass(frozen=True)
+class Word:
+    """One dimension.
+
+    scope says how long its size holds: ``config`` and ``cache`` for a whole run, ``step`` for one engine step,
+    ``request`` for one request in one step, ``call`` for one call of a function that serves several tensors.
+    """
+
+    name: str
+    symbol: str
+    meaning: str
+    scope: Scope
+    formula: str = ""  # over other words, where the size follows from them
+    vllm: str = ""
+    huggingface: str = ""
+
+
+# fmt: off
+_WORD_LIST = [
+    Word("num_tokens", "T", "rows of the flat batch: the tokens scheduled in this step, all requests", "step",
+         vllm="num_actual_tokens"),
+    Word("num_reqs", "R", "requests in this step", "step", vllm="num_reqs"),
+    Word("num_logits", "N", "rows gathered for the LM head", "step", vllm="logits_indices"),
+    Word("max_blocks", "MB", "columns of the block table: the longest row of this step", "step",
+         vllm="max_num_blocks_per_req"),
+    Word("query_len", "s", "tokens of one request computed in this step", "request", vllm="query_len"),
+    Word("seq_len", "S", "tokens of one request in total, this step included: its key axis", "request", vllm="seq_lens"),
+    Word("num_req_blocks", "nb", "KV blocks that one request holds", "request", "(seq_len+block_size-1)/block_size"),
+    Word("hidden_size", "H", "width of the residual stream", "config", huggingface="hidden_size"),
+    Word("intermediate_size", "I", "width of the MLP", "config", huggingface="intermediate_size"),
+    Word("num_layers", "L", "decoder layers", "config", huggingface="num_hidden_layers"),
+    Word("num_heads", "nq", "query heads", "config", huggingface="num_attention_heads"),
+    Word("num_kv_heads", "nk", "key/value heads", "config", huggingface="num_key_value_heads"),
+    Word("group_size", "g", "query heads that share one key/value head", "config", "num_heads/num_kv_heads",
+         vllm="num_queries_per_kv"),
+    Word("head_dim", "d", "size of one head", "config", huggingface="head_dim"),
+    Word("half_dim", "d/2", "rotary pairs of one head", "config", "head_dim/2"),
+    Word("q_size", "nq*d", "all query heads side by side", "config", "num_heads*head_dim"),
+    Word("kv_size", "nk*d", "all key (or value) heads side by side", "config", "num_kv_heads*head_dim"),
+    Word("qkv_size", "qkv", "fused query, key and value projection", "config", "q_size+2*kv_size"),
+    Word("gate_up_size", "2*I", "fused gate and up projection", "config", "2*intermediate_size"),
+    Word("vocab_size", "V", "token ids", "config", huggingface="vocab_size"),
+    Word("block_size", "bs", "token slots in one KV block", "cache", vllm="block_size"),
+    Word("num_blocks", "NB", "physical KV blocks, the null block 0 included", "cache", vllm="num_gpu_blocks"),
+    Word("num_slots", "NS", "token slots of the whole pool", "cache", "num_blocks*block_size"),
+    Word("heads", "h", "query or key heads, whichever a call serves", "call"),
+    Word("in_size", "in", "input width of a linear layer", "call"),
+    Word("out_size", "out", "output width of a linear layer", "call"),
+]
+# fmt: on
+WORDS: dict[str, Word] = {word.name: word for word in _WORD_LIST}
+TUPLES_OF_INT = ("query_lens_cpu", "seq_lens_cpu")  # copies of tensors as Python ints: no device synchronisation
+
+
+class ShapeError(AnnotationError, TypeError):
+    """A tensor's shape or dtype contradicts the annotation of a public layer; one line that names the axis."""
+
+
+_beartype = beartype(conf=BeartypeConf(is_color=False))
+
+
+def typechecker(function: Any) -> Any:
+    """Wrap beartype so that a violation becomes one readable line (`ShapeError`).
+
+    `tinyllm/__init__.py` hands this to jaxtyping's import hook, which calls it with a stand-in that has the checked
+    function's signature (and, for results, the result as one more parameter).
+    """
+    checked = _beartype(function)
+    if isinstance(function, type):
+        return checked
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return checked(*args, **kwargs)
+        except BeartypeCallHintViolation as violation:
+            message = _describe(function, args, kwargs, violation)
+        raise ShapeError(message) from None
+
+    return wrapper
+
+
+def _describe(function: Any, args: tuple, kwargs: dict, violation: BeartypeCallHintViolation) -> str:
+    """Name the tensor and the axis: bind the words in signature order and stop at the first contradiction."""
+    signature = inspect.signature(function)
+    given = signature.bind(*args, **kwargs).arguments
+    claims = [(name, value, signature.parameters[name].annotation) for name, value in given.items()]
+    if isinstance(violation, BeartypeCallHintReturnViolation):
+        claims.append(("the result", [*kwargs.values()][-1], signature.return_annotation))
+    name = f"{function.__module__}.{function.__qualname__}"
+    words: dict[str, int] = {}
+    for label, value, hint in (tensor for claim in claims for tensor in _tensors(*claim)):
+        fault = _fault(value, hint, words)
+        if fault:
+            before = ", ".join(f"{word}={size}" for word, size in words.items()) or "nothing"
+            return f"{name}: {label} is {_show(value)}, expected [{hint.dim_str}]: {fault}. Bound before: {before}"
+    for (
+        label,
+        value,
+        hint,
+    ) in claims:  # no tensor is at fault, so a plain argument is; beartype's text would print its value
+        if hint is not inspect.Parameter.empty and not is_bearable(value, hint):
+            expected = hint.__name__ if isinstance(hint, type) else str(hint)
+            return f"{name}: {label} is {_show(value)}, expected {expected}"
+    return f"{name}: a type hint is violated"
+
+
+def _tensors(label: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The (label, value, jaxtyping hint) triples inside an argument: plain, ``| None``, or a tuple of tensors."""
+    if hasattr(hint, "dim_str"):
+        yield label, value, hint
+    elif get_origin(hint) is tuple and isinstance(value, tuple):
+        for i, (item, item_hint) in enumerate(zip(value, get_args(hint), strict=False)):
+            yield from _tensors(f"{label}[{i}]", item, item_hint)
+    elif get_origin(hint) in (Union, types.UnionType) and value is not None:
+        for member in get_args(hint):
+            if hasattr(member, "dim_str"):
+                yield label, value, member
+
+
+def _fault(value: Any, hint: Any, words: dict[str, int]) -> str:
+    """What contradicts the hint, or "" after binding its new words."""
+    if not hasattr(value, "shape"):
+        return "it is no tensor"
+    dtype, dims = _dtype(value), hint.dim_str.split()
+    if dtype not in hint.dtypes:
+        return f"dtype {dtype} is not {hint.__name__.split('[')[0]}"
+    if len(dims) != value.ndim:
+        return f"it has {value.ndim} axes, not {len(dims)}"
+    for dim, size in zip(dims, value.shape, strict=True):
+        expected = evaluate(dim, words)
+        if expected is None:
+            words[dim] = size
+        elif expected != size:
+            return f"the size of dimension {dim} is {size} which does not equal the existing value of {expected}"
+    return ""
+
+
+def evaluate(expression: str, words: Mapping[str, int]) -> int | None:
+    """The size of a dimension word, a literal or a formula such as ``num_reqs+1``; None where a word is unknown.
+
+    >>> evaluate("q_size+2*kv_size", {"q_size": 576, "kv_size": 192})
+    960
+    """
+    if not re.fullmatch(r"[\w+*/() -]+", expression):
+        raise ValueError(f"{expression!r} is no dimension expression: use words, numbers, + - * / and brackets")
+    if any(name not in words for name in re.findall(r"[a-zA-Z_]\w*", expression)):
+        return None
+    return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, dict(words)))
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _show(value: Any) -> str:
+    if hasattr(value, "shape"):
+        return f"{tuple(value.shape)} {_dtype(value)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+
+
+@contextlib.contextmanager
+def checking(enabled: bool) -> Iterator[None]:
+    """Switch the shape checks on or off for a block, through jaxtyping's own flag (0.4 us a call when off).
+
+    The flag belongs to the whole process; it is restored when the block ends.
+    """
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", not enabled)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)

@@ -1,0 +1,63 @@
+r"""Pre-tokenization: cut a text into words before any merging.
+
+Merges never cross the border of a word. That keeps a token from holding the end of one word and the start of the next,
+and it lets equal words share their ids. How a text is cut belongs to the vocabulary: the merges were learnt on words cut
+in that way, so another cut gives ids that the model has hardly ever seen.
+
+A pre-tokenizer is a list of patterns, applied one after the other: each cuts every piece of the one before. A pattern
+sees one piece only, so its lookahead ends there. This is subtle and shows before digits: in "a  5" GPT-2's pattern alone
+leaves one blank for the 5, whereas with the digit cut away first both blanks stay together.
+"""
+
+import reprlib
+
+import regex
+
+from tinyllm.errors import TokenizerError
+
+# The names are the field `tokenizer.ggml.pre` of GGUF files; the patterns hold no capturing group (see `_compile`).
+# \p{L} is any letter, \p{N} any number sign: also ², ½ and Ⅷ. Combining marks are neither, so they end a word.
+DIGIT = r"\p{N}"
+GPT2_WORD = "|".join(
+    (
+        r"'(?:s|t|re|ve|m|ll|d)",  # English endings: 's 't 're ...
+        r" ?\p{L}+",  # letters, with the one blank before them
+        r" ?\p{N}+",
+        r" ?[^\s\p{L}\p{N}]+",  # punctuation and the rest
+        r"\s+(?!\S)",  # white space, but it leaves its last character to the word that follows
+        r"\s+",
+    )
+)
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "smollm": (DIGIT, GPT2_WORD),
+}
+
+
+def _compile(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(f"({pattern})")  # the group makes `split` return the matches between the gaps
+
+
+_COMPILED = {name: tuple(_compile(pattern) for pattern in patterns) for name, patterns in PATTERNS.items()}
+
+
+def check_pre_tokenizer(name: str) -> None:
+    """Raise TokenizerError, with the list of supported names, where `name` is none of them."""
+    if name not in _COMPILED:
+        raise TokenizerError(f"pre-tokenizer {reprlib.repr(name)} is not supported; expected {' or '.join(_COMPILED)}")
+
+
+def split_words(text: str, pre_tokenizer: str) -> list[str]:
+    r"""Cut `text` into words; joined, they are the text again. No word is empty.
+
+    Raises TokenizerError for an unknown `pre_tokenizer`.
+
+    >>> split_words("It's  on 24 pages.\n", "smollm")
+    ['It', "'s", ' ', ' on', ' ', '2', '4', ' pages', '.', '\n']
+    >>> split_words("a  5", "smollm")
+    ['a', '  ', '5']
+    """
+    check_pre_tokenizer(pre_tokenizer)
+    words = [text] if text else []
+    for pattern in _COMPILED[pre_tokenizer]:
+        words = [part for word in words for part in pattern.split(word) if part]
+    return words

@@ -1,0 +1,226 @@
+"""The trace command: its options, and what it prints where."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from tinyllm.console import Parser, progress
+from tinyllm.errors import ConfigError, RequestError
+from tinyllm.layers.attention.backends import BACKENDS
+from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM
+from tinyllm.request import Request, SamplingParams
+from tinyllm.trace.record import SCHEMA_ID, StepRecord, step_to_json, to_symbol
+from tinyllm.trace.session import request_label, trace_steps
+from tinyllm.trace.terminal import Options, render_header, render_prompts, render_step
+from tinyllm.weights.load import DTYPES, LoadedModel, load_model
+
+EXAMPLES = """examples:
+  python -m tinyllm.trace "The capital of France is"
+  python -m tinyllm.trace "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
+  python -m tinyllm.trace "Once upon a time" --max-num-batched-tokens 3        # chunked prefill
+  python -m tinyllm.trace "Hello" --full --layers 0,29 --json trace.jsonl
+"""
+
+STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "blue", "V": "dim"}  # by kind letter
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the trace command."""
+    parser = Parser(
+        prog="python -m tinyllm.trace",
+        description="Print every dimension change of every step that turns a prompt into tokens.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to complete; several run together")
+    parser.add_argument(
+        "--max-tokens", type=int, default=2, metavar="N", help="tokens to sample per prompt (default 2)"
+    )
+    parser.add_argument("--layers", type=parse_layers, default="0", metavar="LIST",
+                        help="decoder layers to show row by row, such as 0,29 or all (default 0)")  # fmt: skip
+    parser.add_argument("--full", action="store_true", help="every row of every step, with every named tensor")
+    parser.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="token slots in one KV block (default 16)"
+    )
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N",
+                        help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, help="for a temperature above 0")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end token")
+    parser.add_argument(
+        "--special", action="store_true", help="read control tokens such as <|im_start|> in the prompt as tokens"
+    )
+    parser.add_argument("--model", metavar="PATH", help="a GGUF file (default: the installed SmolLM2-135M-Instruct)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--attention", choices=BACKENDS, default="reference", help="the attention body (default reference)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the records as JSON lines; - prints them instead of the text"
+    )
+    return parser
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """``0,29`` as numbers; None for ``all``."""
+    if text == "all":
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected numbers such as 0,29, or all") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; raises TinyllmError for what the user can mend."""
+    args = make_parser().parse_args(argv)
+    params = SamplingParams(
+        temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
+    )
+    if "" in args.prompts:
+        raise RequestError("the prompt is empty; expected at least one character")
+    with _open_json(args.json) as json_file:
+        progress("loading the model ...")
+        loaded = load_model(args.model, args.dtype, args.attention)
+        options = Options(_check_layers(args.layers, loaded.config.num_layers), args.full)
+        llm, requests = _prepare(loaded, args, params)
+        output = Output(json_file, is_text=args.json != "-")
+        _trace(llm, requests, args, options, output)
+
+
+def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(num_layers))
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise ConfigError(f"--layers names layer {layer}; this model has layers 0 to {num_layers - 1}")
+    return layers
+
+
+def _prepare(loaded: LoadedModel, args: argparse.Namespace, params: SamplingParams) -> tuple[LLM, list[Request]]:
+    """An engine whose KV pool is just large enough for these prompts, and their requests."""
+    limit = min(loaded.config.max_positions, DEFAULT_MAX_MODEL_LEN)
+    lengths = [len(loaded.encode_prompt(prompt, args.special)) for prompt in args.prompts]
+    for length in lengths:
+        if length >= limit:
+            raise RequestError(
+                f"the prompt has {length} tokens; expected at most {limit - 1}, as max_model_len is {limit}"
+            )
+    ends = [min(length + args.max_tokens, limit) for length in lengths]
+    num_blocks = 1 + sum(-(-end // max(args.block_size, 1)) for end in ends)
+    llm = LLM(
+        loaded,
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        max_model_len=max(ends),
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+    return llm, llm.make_requests(args.prompts, params, args.special)
+
+
+def make_console() -> Console:
+    """rich for the terminal; a pipe or a file gets the bare text, whatever the environment says."""
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout, markup=False, emoji=False, highlight=False,
+        force_terminal=is_terminal, no_color=None if is_terminal else True,
+    )  # fmt: skip
+
+
+@dataclass
+class Output:
+    """Where lines and records go."""
+
+    json_file: TextIO | None
+    is_text: bool
+    console: Console = field(default_factory=make_console)
+
+    def lines(self, lines: Iterator[str]) -> None:
+        """Print trace lines, coloured by kind at a terminal; never wrapped, never cut to the window, never markup."""
+        for line in lines if self.is_text else ():
+            self.console.print(Text(line, STYLES.get(line[:1], "")), soft_wrap=True, crop=False, overflow="ignore")
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write one JSON line."""
+        if self.json_file:
+            self.json_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _trace(llm: LLM, requests: list[Request], args: argparse.Namespace, options: Options, output: Output) -> None:
+    dims = {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()}
+    output.record(_header(llm, args, dims))
+    output.lines(render_header(_titles(llm, args), dims))
+    output.lines(render_prompts(_encoded(llm, requests, args)))
+    steps: list[StepRecord] = []
+    for step in trace_steps(llm, requests):
+        output.lines(iter([""]))
+        output.lines(render_step(step, steps[-1] if steps else None, options))
+        output.record(step_to_json(step))
+        steps = [step]
+    completions = [llm.completion(request) for request in requests]
+    output.lines(iter([""]))
+    output.lines(
+        f"{request_label(i)} {completion.finish_reason}: {json.dumps(completion.text, ensure_ascii=False)}"
+        for i, completion in enumerate(completions)
+    )
+    output.record({"schema": SCHEMA_ID, "type": "footer", "num_steps": steps[-1].index + 1 if steps else 0,
+                   "completions": [{"id": request_label(i), "text": c.text, "token_ids": list(c.token_ids),
+                                    "finish_reason": c.finish_reason, "seed": c.seed}
+                                   for i, c in enumerate(completions)]})  # fmt: skip
+
+
+def _titles(llm: LLM, args: argparse.Namespace) -> list[str]:
+    pool = llm.engine.kv_cache
+    shape = ",".join(map(str, pool.kv.shape))
+    return [
+        f"{llm.loaded.path.name}  {args.dtype}  {llm.loaded.attention} attention",
+        f"pool   KV cache [L,2,NB,bs,nk,d]=[{shape}] {pool.num_bytes / 1e6:.1f}MB; block 0 is the null block",
+    ]
+
+
+def _header(llm: LLM, args: argparse.Namespace, dims: dict[str, int]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA_ID,
+        "type": "header",
+        "model": llm.loaded.config.name,
+        "dtype": args.dtype,
+        "attention": llm.loaded.attention,
+        "dims": {to_symbol(word): size for word, size in dims.items() if to_symbol(word).isidentifier()},
+        "words": {to_symbol(word): word for word in dims if to_symbol(word).isidentifier()},
+        "conventions": {
+            "flops": "a multiply-add counts 2",
+            "bytes": "each operand moved once",
+            "attention": "causal-exact",
+        },
+        "prompts": list(args.prompts),
+    }
+
+
+def _encoded(llm: LLM, requests: list[Request], args: argparse.Namespace) -> Iterator[tuple[str, str, list[list[str]]]]:
+    tokenizer = llm.tokenizer
+    for i, text in enumerate(args.prompts):
+        words = tokenizer.encode_words(text, parse_special=args.special)
+        pieces = [[tokenizer.token_text(token_id) for token_id in word.token_ids] for word in words]
+        begin = [[tokenizer.token_text(token_id)] for token_id in llm.loaded.bos_prefix]
+        yield request_label(i), text, [*begin, *pieces]
+
+
+@contextlib.contextmanager
+def _open_json(path: str | None) -> Iterator[TextIO | None]:
+    """Open the output before the model is loaded, so that an unwritable path costs nobody a wait."""
+    if path is None or path == "-":
+        yield None if path is None else sys.stdout
+        return
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (the with below closes it)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; give --json a writable file") from None
+    with file:
+        yield file

@@ -1,0 +1,119 @@
+"""Drive an engine step by step under the recorder and make a record of each step."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tinyllm.engine import StepOutput
+from tinyllm.llm import LLM
+from tinyllm.request import Request
+from tinyllm.scheduler import ScheduledRequest
+from tinyllm.trace.ledger import Ledger
+from tinyllm.trace.record import Candidate, RequestRecord, StepRecord, TensorRecord, collect_operations
+from tinyllm.trace.recorder import Call, Recorder
+
+NUM_CANDIDATES = 4
+BATCH_FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_table", "slot_mapping", "logits_indices")
+
+
+def trace_steps(llm: LLM, requests: Sequence[Request]) -> Iterator[StepRecord]:
+    """Queue the requests and run them to their end; yield one checked record a step.
+
+    Raises LedgerError where a dimension word has two sizes: then an annotation is false.
+    """
+    labels = {request.request_id: request_label(i) for i, request in enumerate(requests)}
+    for request in requests:
+        llm.engine.add_request(request)
+    index = 0
+    while llm.engine.has_unfinished_requests:
+        start = time.perf_counter()
+        with Recorder() as recorder:
+            output = llm.engine.step()
+        wall_ms = 1000 * (time.perf_counter() - start)
+        yield _record(llm, index, recorder, output, labels, wall_ms)
+        index += 1
+
+
+def request_label(index: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    label = ""
+    index += 1
+    while index:
+        index, letter = divmod(index - 1, 26)
+        label = chr(ord("A") + letter) + label
+    return label
+
+
+def _record(
+    llm: LLM, index: int, recorder: Recorder, output: StepOutput, labels: dict[str, str], wall_ms: float
+) -> StepRecord:
+    ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
+    ledger.check(recorder.calls)
+    scheduled = output.schedule.scheduled
+    batch_labels = [labels[entry.request.request_id] for entry in scheduled]
+    probabilities = torch.softmax(output.logits.float(), dim=-1)
+    return StepRecord(
+        index=index,
+        requests=tuple(
+            _request_record(llm, label, entry, token_id, row)
+            for label, entry, token_id, row in zip(
+                batch_labels, scheduled, output.sampled_token_ids, probabilities, strict=True
+            )
+        ),
+        token_budget=output.schedule.token_budget,
+        num_waiting=output.schedule.num_waiting,
+        num_used_blocks=output.schedule.num_used_blocks,
+        num_blocks=output.schedule.num_blocks,
+        preempted=tuple(labels[request_id] for request_id in output.schedule.preempted_ids),
+        batch=_batch_tensors(recorder),
+        batch_values={name: getattr(output.batch, name).tolist() for name in BATCH_FIELDS},
+        dims=ledger.sizes,
+        operations=collect_operations(recorder.calls, ledger, batch_labels),
+        num_compared=ledger.num_compared,
+        wall_ms=wall_ms,
+        kv_bytes_per_token=llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots,
+    )
+
+
+def _batch_tensors(recorder: Recorder) -> dict[str, TensorRecord]:
+    build: Call = next(call for call in recorder.calls if call.name == "build_batch")
+    return {
+        value.name: TensorRecord(
+            value.name, value.words, value.sizes, value.dtype, value.num_bytes, value.storage, True
+        )
+        for value in build.values
+        if value.role == "field" and value.words
+    }
+
+
+def _request_record(
+    llm: LLM, label: str, entry: ScheduledRequest, token_id: int | None, probabilities: torch.Tensor
+) -> RequestRecord:
+    request, params = entry.request, entry.request.params
+    top = probabilities.topk(min(NUM_CANDIDATES, len(probabilities)))
+    ids = [] if token_id is None else top.indices.tolist()
+    extras = "".join(
+        f" {name}={getattr(params, name)}"
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+        if getattr(params, name) != off
+    )
+    return RequestRecord(
+        label=label,
+        token_ids=entry.token_ids,
+        num_computed_tokens=entry.num_computed_tokens,
+        block_ids=entry.block_ids,
+        new_block_ids=entry.new_block_ids,
+        samples=entry.samples,
+        state="finished" if request.status.is_finished else "running",
+        finish_reason=request.finish_reason,
+        chosen=None if token_id is None or not entry.samples else _candidate(llm, token_id, probabilities),
+        candidates=tuple(_candidate(llm, candidate_id, probabilities) for candidate_id in ids),
+        method="greedy" if params.is_greedy else f"T={params.temperature:g}{extras} seed={request.seed}",
+    )
+
+
+def _candidate(llm: LLM, token_id: int, probabilities: torch.Tensor) -> Candidate:
+    is_known = token_id < llm.tokenizer.vocab_size
+    text = llm.tokenizer.token_text(token_id) if is_known else f"<{token_id}>"
+    return Candidate(token_id, text, float(probabilities[token_id]))

@@ -1,0 +1,1 @@
+"""Model files to named parameters: headers read strictly, blocks dequantised, every shape checked."""
