@@ -56,21 +56,17 @@ def build_batch(
     max_blocks = max(len(row) for row in block_ids)
     padded = [[*row, *[NULL_BLOCK_ID] * (max_blocks - len(row))] for row in block_ids]
     spans = [range(start, end) for start, end in zip(num_computed_tokens, seq_lens, strict=True)]
-
-    def tensor(values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    positions: Int[Tensor, " num_tokens"] = tensor([position for span in spans for position in span])
-    request_indices: Int[Tensor, " num_tokens"] = tensor([i for i, n in enumerate(query_lens) for _ in range(n)])
-    block_table: Int[Tensor, "num_reqs max_blocks"] = tensor(padded)
+    positions: Int[Tensor, " num_tokens"] = _ints([position for span in spans for position in span], device)
+    request_indices: Int[Tensor, " num_tokens"] = _ints([i for i, n in enumerate(query_lens) for _ in range(n)], device)
+    block_table: Int[Tensor, "num_reqs max_blocks"] = _ints(padded, device)
     return FlatBatch(
-        token_ids=tensor([token_id for ids in token_ids for token_id in ids]),
+        token_ids=_ints([token_id for ids in token_ids for token_id in ids], device),
         positions=positions,
         slot_mapping=map_slots(block_table, request_indices, positions, block_size),
         block_table=block_table,
-        cu_seqlens_q=tensor([0, *ends]),
-        seq_lens=tensor(list(seq_lens)),
-        logits_indices=tensor([end - 1 for end in ends]),
+        cu_seqlens_q=_ints([0, *ends], device),
+        seq_lens=_ints(list(seq_lens), device),
+        logits_indices=_ints([end - 1 for end in ends], device),
         query_lens_cpu=query_lens,
         seq_lens_cpu=seq_lens,
     )
@@ -118,20 +114,21 @@ def build_sampling_batch(
     """Collect the rows' parameters; a greedy row ignores min_p, top_k and top_p, and top_k off means vocab_size."""
     top_k = [p.top_k if 0 < p.top_k < vocab_size and not p.is_greedy else vocab_size for p in params]
     top_p = [1.0 if p.is_greedy else p.top_p for p in params]
-
-    def floats(values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     return SamplingBatch(
-        temperature=floats([p.temperature for p in params]),
-        top_k=ints(top_k),
-        top_p=floats(top_p),
-        min_p=floats([0.0 if p.is_greedy else p.min_p for p in params]),
-        seeds=ints(seeds),
-        positions=ints(positions),
+        temperature=_floats([p.temperature for p in params], device),
+        top_k=_ints(top_k, device),
+        top_p=_floats(top_p, device),
+        min_p=_floats([0.0 if p.is_greedy else p.min_p for p in params], device),
+        seeds=_ints(seeds, device),
+        positions=_ints(positions, device),
         is_all_greedy=all(p.is_greedy for p in params),
         is_truncated=any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p),
     )
+
+
+def _ints(values: Sequence, device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _floats(values: Sequence[float], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)

@@ -68,8 +68,8 @@ _WORD_LIST = [
     Word("num_blocks", "NB", "physical KV blocks, the null block 0 included", "cache", vllm="num_gpu_blocks"),
     Word("num_slots", "NS", "token slots of the whole pool", "cache", "num_blocks*block_size"),
     Word("heads", "h", "query or key heads, whichever a call serves", "call"),
-    Word("in_size", "in", "input width of a linear layer", "call"),
-    Word("out_size", "out", "output width of a linear layer", "call"),
+    Word("in_size", "Hin", "input width of a linear layer", "call"),
+    Word("out_size", "Hout", "output width of a linear layer", "call"),
 ]
 # fmt: on
 WORDS: dict[str, Word] = {word.name: word for word in _WORD_LIST}

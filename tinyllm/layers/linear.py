@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tinyllm.shapes import ShapeError
+
 
 class Linear(nn.Module):
     """``y = x W^T`` without bias. The weight is stored [out_size in_size], as checkpoints have it."""
@@ -15,4 +17,8 @@ class Linear(nn.Module):
     def forward(self, x: Float[Tensor, "num_tokens in_size"]) -> Float[Tensor, "num_tokens out_size"]:
         """Multiply each row by the weight: 2 * num_tokens * in_size * out_size FLOPs."""
         weight: Float[Tensor, "out_size in_size"] = self.weight
+        if x.shape[-1] != weight.shape[-1]:  # the checks hold arguments against each other, but not against self
+            raise ShapeError(
+                f"Linear: x is {tuple(x.shape)}, expected [num_tokens in_size] with in_size={weight.shape[-1]}"
+            )
         return nn.functional.linear(x, weight)

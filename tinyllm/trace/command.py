@@ -130,7 +130,7 @@ def make_console() -> Console:
     is_terminal = sys.stdout.isatty()
     return Console(
         file=sys.stdout, markup=False, emoji=False, highlight=False,
-        force_terminal=is_terminal, no_color=None if is_terminal else True,
+        force_terminal=is_terminal, color_system="auto" if is_terminal else None,
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ COMPOSITES = frozenset({
 """Functions whose cost is that of the stages inside them."""
 
 PARTS = frozenset({
-    "build_batch", "map_slots", "build_sampling_batch", "KVCache.layer", "Decoder._head_weight", "causal_mask",
+    "build_batch", "map_slots", "build_sampling_batch", "_ints", "_floats", "KVCache.layer", "Decoder._head_weight", "causal_mask",
     "RotaryEmbedding.inv_freq", "rope_divisors", "mix", "_shift_right", "uniform_noise",
 })  # fmt: skip
 """Functions that belong to a stage around them, or lay out the step on the host."""

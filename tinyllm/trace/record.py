@@ -4,7 +4,8 @@ Built from the recorder's calls and the small dataclasses that the engine return
 passed the ledger.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,6 +89,7 @@ class RequestRecord:
 
     label: str
     token_ids: tuple[int, ...]  # computed in this step
+    num_prompt_tokens: int
     num_computed_tokens: int
     block_ids: tuple[int, ...]
     new_block_ids: tuple[int, ...]
@@ -107,6 +109,11 @@ class RequestRecord:
     def seq_len(self) -> int:
         """Tokens in total after it."""
         return self.num_computed_tokens + self.query_len
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the whole prompt was computed before: only sampled tokens are left to compute."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ class StepRecord:
     @property
     def phase(self) -> str:
         """prefill, decode or mixed: named after what the requests of this step do, not a state of the engine."""
-        phases = {"decode" if r.query_len == 1 and r.num_computed_tokens else "prefill" for r in self.requests}
+        phases = {"decode" if request.is_decode else "prefill" for request in self.requests}
         return "mixed" if len(phases) == 2 else phases.pop()
 
     @property
@@ -227,9 +234,13 @@ def _operation(call: Call, aliases: Mapping[str, str], ledger: Ledger, request: 
         layer=_layer_of(call.path),
         request=request,
         tensors=tensors,
-        inputs=tuple(value.name for value in call.values if value.role == "argument" and value.name in tensors),
+        inputs=tuple(value.name for value in call.values if _is_input(value) and value.name in tensors),
         outputs=tuple(value.name for value in call.values if value.role == "result" and value.name in tensors),
-        locals=tuple(row.name for row in call.rows() if isinstance(row, Value) and row.role == "local" and row.words),
+        locals=tuple(
+            row.name
+            for row in call.rows()
+            if isinstance(row, Value) and row.role == "local" and row.words and not _is_input(row)
+        ),
         sizes=sizes,
         flops=stage.count_flops(sizes),
         dense_flops=Stage("host", "", dense).count_flops(sizes) if dense else None,
@@ -238,6 +249,11 @@ def _operation(call: Call, aliases: Mapping[str, str], ledger: Ledger, request: 
         source=f"{call.spec.file.relative_to(PACKAGE).as_posix()}:{call.spec.first_line}",
         summary=call.spec.summary,
     )
+
+
+def _is_input(value: Value) -> bool:
+    """Arguments, and the weight that a module takes from itself."""
+    return value.role == "argument" or (value.role == "local" and value.storage == "weight")
 
 
 def _tensor(value: Value, call: Call, aliases: Mapping[str, str]) -> TensorRecord:
@@ -283,16 +299,9 @@ def _layer_of(path: str) -> int | None:
 
 
 def _element_size(call: Call) -> int:
-    """Bytes of one activation value: that of the widest floating-point argument."""
-    sizes = [v.num_bytes // max(1, _count(v.sizes)) for v in call.values if v.role != "local" and v.storage != "index"]
-    return max(sizes, default=4)
-
-
-def _count(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    """Bytes of one activation value: that of the first floating-point argument, or else of the weight."""
+    inputs = [value for value in call.values if _is_input(value) and value.storage != "index"]
+    return inputs[0].num_bytes // max(1, math.prod(inputs[0].sizes)) if inputs else 4
 
 
 def step_to_json(step: StepRecord) -> dict[str, Any]:

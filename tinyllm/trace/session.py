@@ -101,6 +101,7 @@ def _request_record(
     return RequestRecord(
         label=label,
         token_ids=entry.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=entry.num_computed_tokens,
         block_ids=entry.block_ids,
         new_block_ids=entry.new_block_ids,

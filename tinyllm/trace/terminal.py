@@ -102,8 +102,8 @@ def _host_rows(step: StepRecord) -> Iterator[str]:
 
 
 def _what(request: RequestRecord) -> str:
-    if request.num_computed_tokens and request.query_len == 1:
-        return "+1"
+    if request.is_decode:
+        return f"+{request.query_len}"
     return f"{request.query_len} new" + ("" if request.samples else " (a chunk)")
 
 

