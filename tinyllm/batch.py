@@ -130,5 +130,5 @@ def _ints(values: Sequence, device: torch.device | str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _floats(values: Sequence[float], device: torch.device | str) -> Tensor:
+def _floats(values: Sequence, device: torch.device | str) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)

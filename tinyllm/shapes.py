@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jaxtyping
@@ -80,7 +81,8 @@ class ShapeError(AnnotationError, TypeError):
     """A tensor's shape or dtype contradicts the annotation of a public layer; one line that names the axis."""
 
 
-_beartype = beartype(conf=BeartypeConf(is_color=False))
+_CONF = BeartypeConf(is_color=False, is_pep484_tower=True)  # the tower: an int is a fine float, as PEP 484 has it
+_beartype = beartype(conf=_CONF)
 
 
 def typechecker(function: Any) -> Any:
@@ -119,12 +121,9 @@ def _describe(function: Any, args: tuple, kwargs: dict, violation: BeartypeCallH
         if fault:
             before = ", ".join(f"{word}={size}" for word, size in words.items()) or "nothing"
             return f"{name}: {label} is {_show(value)}, expected [{hint.dim_str}]: {fault}. Bound before: {before}"
-    for (
-        label,
-        value,
-        hint,
-    ) in claims:  # no tensor is at fault, so a plain argument is; beartype's text would print its value
-        if hint is not inspect.Parameter.empty and not is_bearable(value, hint):
+    # No tensor is at fault, so a plain argument is; beartype's own text would print its value, tensors and all.
+    for label, value, hint in claims:
+        if hint is not inspect.Parameter.empty and not is_bearable(value, hint, conf=_CONF):
             expected = hint.__name__ if isinstance(hint, type) else str(hint)
             return f"{name}: {label} is {_show(value)}, expected {expected}"
     return f"{name}: a type hint is violated"
@@ -167,11 +166,19 @@ def evaluate(expression: str, words: Mapping[str, int]) -> int | None:
     >>> evaluate("q_size+2*kv_size", {"q_size": 576, "kv_size": 192})
     960
     """
+    code, names = _compile_expression(expression)
+    if any(name not in words for name in names):
+        return None
+    return int(eval(code, {"__builtins__": {}}, dict(words)))
+
+
+@functools.cache
+def _compile_expression(expression: str) -> tuple[CodeType, tuple[str, ...]]:
+    """The expression as code, its division as whole division, and the words it needs."""
     if not re.fullmatch(r"[\w+*/() -]+", expression):
         raise ValueError(f"{expression!r} is no dimension expression: use words, numbers, + - * / and brackets")
-    if any(name not in words for name in re.findall(r"[a-zA-Z_]\w*", expression)):
-        return None
-    return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, dict(words)))
+    names = re.findall(r"[a-zA-Z_]\w*", expression)
+    return compile(expression.strip().replace("/", "//"), "<dimension>", "eval"), tuple(names)
 
 
 def _dtype(value: Any) -> str:

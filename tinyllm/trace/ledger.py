@@ -61,7 +61,7 @@ class Ledger:
         self, call: Call, name: str, word: str, size: int, sizes: dict[str, int], origins: dict[str, str]
     ) -> None:
         self.num_compared += 1
-        expected = evaluate(word, sizes)
+        expected = sizes[word] if word in sizes else evaluate(word, sizes)
         if expected is None and word.isidentifier():
             sizes[word], origins[word] = size, f"{call.name} {name}"
         elif expected != size:

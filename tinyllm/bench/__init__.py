@@ -1,0 +1,1 @@
+"""Speed as ratios: everything compared is measured in one run, taking turns, and told by its median."""
