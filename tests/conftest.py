@@ -65,7 +65,9 @@ def tiny_model() -> Callable[..., Decoder]:
     """tiny_model(name, attention, dtype): a checkpoint of tests/data/tiny as a decoder; parameters are shared."""
 
     @cache
-    def tiny_model(name: str = "llama_gqa", attention: str = "reference", dtype: torch.dtype = torch.float32) -> Decoder:
+    def tiny_model(
+        name: str = "llama_gqa", attention: str = "reference", dtype: torch.dtype = torch.float32
+    ) -> Decoder:
         return build_decoder(*_read_tiny(name, dtype), attention)
 
     return tiny_model

@@ -5,9 +5,9 @@ passed the ledger.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import STAGES, Stage
@@ -133,8 +133,7 @@ class StepRecord:
     operations: tuple[Operation, ...]
     num_compared: int  # words that the ledger compared
     wall_ms: float
-    kv_bytes_per_token: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    kv_bytes_per_token: int
 
     @property
     def phase(self) -> str:
@@ -162,22 +161,13 @@ class StepRecord:
         return [operation for operation in self.operations if operation.layer == index]
 
 
-class HasRequestLabels(Protocol):
-    """What `collect_operations` needs to name requests: their labels in batch order."""
-
-    def __getitem__(self, index: int, /) -> str: ...
-    def __len__(self) -> int: ...
-
-
 def to_symbol(word: str) -> str:
     """The symbol of a word, a literal or ``num_reqs+1``."""
     base, plus, rest = word.partition("+")
     return (WORDS[base].symbol if base in WORDS else base) + plus + rest
 
 
-def collect_operations(
-    calls: Iterable[Call], ledger: Ledger, request_labels: HasRequestLabels
-) -> tuple[Operation, ...]:
+def collect_operations(calls: Iterable[Call], ledger: Ledger, request_labels: Sequence[str]) -> tuple[Operation, ...]:
     """Every stage of a step in order of time. The ledger must have checked the calls."""
     operations: list[Operation] = []
 
@@ -307,48 +297,61 @@ def _element_size(call: Call) -> int:
 def step_to_json(step: StepRecord) -> dict[str, Any]:
     """One step as the plain values of schema.json."""
     first_seen: dict[tuple, str] = {}
-    symbols = {to_symbol(word): size for word, size in step.dims.items() if to_symbol(word).isidentifier()}
+    symbols = {to_symbol(word): size for word, size in step.dims.items()}
     return {
         "schema": SCHEMA_ID,
         "type": "step",
         "step": step.index,
         "phase": step.phase,
-        "dims": symbols,
-        "requests": [
-            {
-                "id": r.label,
-                "state": r.state,
-                "num_computed": r.num_computed_tokens,
-                "num_new": r.query_len,
-                "kv_len": r.seq_len,
-            }
-            for r in step.requests
-        ],
-        "scheduler": {
-            "token_budget": step.token_budget,
-            "tokens_used": sum(r.query_len for r in step.requests),
-            "running": [r.label for r in step.requests],
-            "num_waiting": step.num_waiting,
-            "preempted": list(step.preempted),
-        },
+        "dims": {symbol: size for symbol, size in symbols.items() if symbol.isidentifier()},
+        "requests": [_request_to_json(request) for request in step.requests],
+        "scheduler": _scheduler_to_json(step),
         "batch": dict(step.batch_values),
-        "kv": {
-            "block_size": step.dims["block_size"],
-            "blocks_used": step.num_used_blocks,
-            "blocks_total": step.num_blocks - 1,
-            "allocated": {r.label: list(r.new_block_ids) for r in step.requests if r.new_block_ids},
-            "bytes_per_token": step.kv_bytes_per_token,
-        },
+        "kv": _kv_to_json(step),
         "ops": [_operation_to_json(i, operation, first_seen) for i, operation in enumerate(step.operations)],
-        "sampling": [_sampling_to_json(i, r) for i, r in enumerate(step.requests)],
-        "totals": {
-            "flops": step.flops,
-            "flops_is_lower_bound": step.has_unknown_flops,
-            "bytes": step.num_bytes,
-            "intensity": round(step.flops / step.num_bytes, 4) if step.num_bytes else None,
-            "wall_ms": round(step.wall_ms, 3),
-            "words_compared": step.num_compared,
-        },
+        "sampling": [_sampling_to_json(i, request) for i, request in enumerate(step.requests)],
+        "totals": _totals_to_json(step),
+    }
+
+
+def _request_to_json(request: RequestRecord) -> dict[str, Any]:
+    return {
+        "id": request.label,
+        "state": request.state,
+        "num_computed": request.num_computed_tokens,
+        "num_new": request.query_len,
+        "kv_len": request.seq_len,
+    }
+
+
+def _scheduler_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "token_budget": step.token_budget,
+        "tokens_used": step.dims["num_tokens"],
+        "running": [request.label for request in step.requests],
+        "num_waiting": step.num_waiting,
+        "preempted": list(step.preempted),
+    }
+
+
+def _kv_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "block_size": step.dims["block_size"],
+        "blocks_used": step.num_used_blocks,
+        "blocks_total": step.num_blocks - 1,
+        "allocated": {request.label: list(request.new_block_ids) for request in step.requests if request.new_block_ids},
+        "bytes_per_token": step.kv_bytes_per_token,
+    }
+
+
+def _totals_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "flops": step.flops,
+        "flops_is_lower_bound": step.has_unknown_flops,
+        "bytes": step.num_bytes,
+        "intensity": round(step.flops / step.num_bytes, 4) if step.num_bytes else None,
+        "wall_ms": round(step.wall_ms, 3),
+        "words_compared": step.num_compared,
     }
 
 

@@ -1,0 +1,303 @@
+"""The whole loop: what a request gets depends on nothing but the request."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyllm import RequestError, SamplingParams, ShapeError
+from tinyllm.layers.norm import add_residual
+from tinyllm.request import Request
+from tinyllm.shapes import checking
+from tinyllm.weights.load import build_decoder
+
+MAX_MODEL_LEN = 24
+GREEDY = SamplingParams(max_tokens=6)
+SAMPLED = [SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=seed, max_tokens=9) for seed in range(4)]
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18], [19]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts with their parameters, and an engine that may be small in every way."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    block_size: int
+    budget: int
+    max_num_seqs: int
+    num_blocks: int
+    body: str
+
+
+@st.composite
+def workloads(draw, min_requests=1):
+    sampled = st.builds(
+        SamplingParams,
+        temperature=st.floats(0.1, 2),
+        top_k=st.sampled_from([0, 1, 20]),
+        top_p=st.sampled_from([0.5, 1.0]),
+        min_p=st.sampled_from([0.0, 0.1]),
+        seed=st.integers(-(2**63), 2**63 - 1),
+        max_tokens=st.integers(1, 8),
+    )
+    params = st.one_of(st.builds(SamplingParams, max_tokens=st.integers(1, 8)), sampled)
+    prompt = st.lists(st.integers(0, 255), min_size=1, max_size=14)
+    requests = draw(st.lists(st.tuples(prompt, params), min_size=min_requests, max_size=4))
+    block_size, budget = draw(st.integers(1, 9)), draw(st.integers(1, 20))
+    smallest_pool = 1 + -(-MAX_MODEL_LEN // block_size)
+    return Workload(
+        [p for p, _ in requests],
+        [s for _, s in requests],
+        block_size,
+        budget,
+        draw(st.integers(1, min(4, budget))),
+        smallest_pool + draw(st.integers(0, 12)),
+        draw(st.sampled_from(["reference", "sdpa"])),
+    )
+
+
+def assert_same(run, expected) -> None:
+    """The same tokens, chosen from the same logits up to float32's rounding."""
+    assert run.token_ids == expected.token_ids
+    torch.testing.assert_close(run.logits, expected.logits, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="session")
+def run_alone(tiny_model, make_engine, run_engine, make_requests):
+    """run_alone(prompt, params): a request in an ample engine of its own, whole prefill, reference attention."""
+
+    def run_alone(prompt, params):
+        engine = make_engine(tiny_model(), max_model_len=MAX_MODEL_LEN, check_shapes=False)
+        return run_engine(engine, make_requests([prompt], params))[0]
+
+    return run_alone
+
+
+@pytest.fixture(scope="session")
+def small_engine(tiny_model, make_engine):
+    """small_engine(workload): the engine that a workload asks for."""
+
+    def small_engine(w: Workload):
+        decoder = tiny_model(attention=w.body)
+        return make_engine(
+            decoder, w.block_size, w.budget, MAX_MODEL_LEN, w.max_num_seqs, w.num_blocks, check_shapes=False
+        )
+
+    return small_engine
+
+
+@settings(max_examples=80)
+@given(workloads())
+def test_together_in_blocks_and_chunks_equals_alone(run_alone, small_engine, run_engine, make_requests, workload):
+    runs = run_engine(small_engine(workload), make_requests(workload.prompts, workload.params))
+    for run, prompt, params in zip(runs, workload.prompts, workload.params, strict=True):
+        assert_same(run, run_alone(prompt, params))
+
+
+@settings(max_examples=25)
+@given(workloads(min_requests=2), st.randoms(use_true_random=False))
+def test_the_order_of_requests_does_not_matter(small_engine, run_engine, make_requests, workload, random):
+    order = list(range(len(workload.prompts)))
+    random.shuffle(order)
+    runs = run_engine(small_engine(workload), make_requests(workload.prompts, workload.params))
+    prompts, params = [workload.prompts[i] for i in order], [workload.params[i] for i in order]
+    shuffled_runs = run_engine(small_engine(workload), make_requests(prompts, params))
+    for i, run in zip(order, shuffled_runs, strict=True):
+        assert_same(run, runs[i])
+
+
+@settings(max_examples=25)
+@given(workloads(min_requests=2), st.integers(0, 255))
+def test_a_request_never_sees_its_neighbours_tokens(small_engine, run_engine, make_requests, workload, token_id):
+    params = [SamplingParams(max_tokens=4)] * len(workload.prompts)
+    first, *others = run_engine(small_engine(workload), make_requests(workload.prompts, params))
+    changed_prompts = [workload.prompts[0], *([token_id] * len(prompt) for prompt in workload.prompts[1:])]
+    again, *changed = run_engine(small_engine(workload), make_requests(changed_prompts, params))
+    assert torch.equal(first.logits, again.logits), "not one bit of it"
+    for before, after, old, new in zip(others, changed, workload.prompts[1:], changed_prompts[1:], strict=True):
+        assert old == new or not torch.equal(before.logits, after.logits), "the change itself did show"
+
+
+def test_a_step_may_mix_prefill_and_decode(tiny_model, make_engine, run_alone):
+    engine = make_engine(tiny_model(), block_size=4)
+    requests = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+    engine.add_request(requests[0])
+    engine.step()
+    for request in requests[1:]:
+        engine.add_request(request)
+    assert engine.step().batch.query_lens_cpu == (1, 2, 9, 1)
+    while engine.has_unfinished_requests:
+        engine.step()
+    for request in requests:
+        assert request.output_token_ids == run_alone(list(request.prompt_token_ids), GREEDY).token_ids
+
+
+@pytest.mark.parametrize("budget", [4, 100])
+def test_preemption_changes_no_output(budget, tiny_model, make_engine, run_engine, make_requests, run_alone):
+    engine = make_engine(tiny_model(), 2, budget, MAX_MODEL_LEN, num_blocks=13, check_shapes=False)
+    runs = run_engine(engine, make_requests(PROMPTS, SAMPLED))
+    assert sum(run.num_preemptions for run in runs) > 0, "the pool is so small that requests push each other out"
+    for run, prompt, params in zip(runs, PROMPTS, SAMPLED, strict=True):
+        assert_same(run, run_alone(prompt, params))
+
+
+def test_a_preempted_request_that_had_just_sampled_loses_no_token(tiny_model, make_engine, run_engine, make_requests):
+    params = SamplingParams(max_tokens=8)
+    prompts = [[3, 4, 5], [6, 7, 8, 9]]  # the second one's next token needs a block when there is none
+    small, ample = (make_engine(tiny_model(), 4, 64, 12, num_blocks=n) for n in (4, 40))
+    runs, expected = (run_engine(engine, make_requests(prompts, params)) for engine in (small, ample))
+    assert [run.num_preemptions for run in expected] == [0, 0]
+    assert sum(run.num_preemptions for run in runs) > 0
+    for run, other in zip(runs, expected, strict=True):
+        assert_same(run, other)
+        assert len(run.token_ids) == 8
+
+
+def test_every_decode_step_equals_a_prefill_of_all_its_tokens(run_alone):
+    prompt = PROMPTS[0]
+    cached = run_alone(prompt, SamplingParams(max_tokens=12))
+    for count, row in enumerate(cached.logits):
+        uncached = run_alone([*prompt, *cached.token_ids[:count]], SamplingParams(max_tokens=1))
+        torch.testing.assert_close(uncached.logits[0], row, atol=1e-4, rtol=0)
+        assert uncached.token_ids == [cached.token_ids[count]]
+
+
+def test_equal_requests_in_one_batch_get_equal_outputs(tiny_model, make_engine, run_engine, make_requests):
+    first, second, third = run_engine(make_engine(tiny_model(), 4), make_requests([PROMPTS[2]] * 3, SAMPLED[0]))
+    assert first.token_ids == second.token_ids == third.token_ids
+    torch.testing.assert_close(first.logits, second.logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(first.logits, third.logits, atol=1e-5, rtol=0)
+
+
+def test_different_seeds_draw_different_tokens(tiny_model, make_engine, run_engine, make_requests):
+    params = [SamplingParams(temperature=2, seed=seed, max_tokens=12) for seed in range(4)]
+    runs = run_engine(make_engine(tiny_model()), make_requests([PROMPTS[0]] * 4, params))
+    assert len({tuple(run.token_ids) for run in runs}) == 4
+
+
+def test_blocks_that_held_nan_harm_no_later_request(tiny_model, make_engine, run_engine, make_requests, run_alone):
+    parameters = dict(tiny_model().state_dict())
+    parameters["embed_tokens.weight"] = parameters["embed_tokens.weight"].clone()
+    parameters["embed_tokens.weight"][200] = torch.nan
+    engine = make_engine(build_decoder(tiny_model().config, parameters), 4, max_model_len=MAX_MODEL_LEN, num_blocks=7)
+    broken = Request("broken", [200] * 20, GREEDY)
+    engine.add_request(broken)
+    engine.step()
+    assert (broken.finish_reason, broken.output_token_ids) == ("error", [])
+    assert engine.kv_cache.kv.isnan().any()
+    (run,) = run_engine(engine, make_requests([PROMPTS[0]], GREEDY))
+    assert_same(run, run_alone(PROMPTS[0], GREEDY))
+
+
+def test_scheduler_and_cache_count_the_same_blocks(tiny_model, make_engine):
+    engine = make_engine(tiny_model(), block_size=8, num_blocks=33)
+    assert engine.kv_cache.kv.shape[2:4] == (33, 8)
+    assert (engine.scheduler.pool.num_blocks, engine.scheduler.block_size) == (33, 8)
+
+
+def test_a_step_reports_what_it_did(tiny_model, make_engine):
+    engine = make_engine(tiny_model(), block_size=4, budget=7)
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=1)) for i, prompt in enumerate(PROMPTS[:2])]
+    for request in requests:
+        engine.add_request(request)
+    output = engine.step()
+    assert output.schedule.num_tokens == len(output.batch.token_ids) == 7
+    assert output.logits.shape == (2, 256)
+    assert output.sampled_token_ids == tuple(output.logits.argmax(-1).tolist())
+    assert output.finished == tuple(requests)
+    with pytest.raises(AssertionError, match="needs an unfinished request"):
+        engine.step()
+
+
+def test_a_request_that_can_never_run_is_refused(tiny_model, make_engine):
+    engine = make_engine(tiny_model(), max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(RequestError, match="expected at most 23"):
+        engine.add_request(Request("0", [1] * MAX_MODEL_LEN, GREEDY))
+    assert not engine.has_unfinished_requests
+
+
+# --- the switch of the shape checks ------------------------------------------------------------------------------------
+
+
+def are_checks_off() -> bool:
+    return jaxtyping.config.jaxtyping_disable
+
+
+@contextmanager
+def hook(decoder, function):
+    """Call `function` whenever the decoder starts a forward pass."""
+    handle = decoder.register_forward_pre_hook(lambda *_: function())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_fast_and_a_checked_engine_run_side_by_side(tiny_model, make_engine):
+    fast, checked = tiny_model(attention="sdpa"), tiny_model(attention="reference")
+    engines = [make_engine(fast, check_shapes=False), make_engine(checked, check_shapes=True)]
+    requests = [Request(str(i), PROMPTS[0], GREEDY) for i in range(2)]
+    seen: list[tuple[str, bool]] = []
+    with hook(fast, lambda: seen.append(("fast", are_checks_off()))), \
+         hook(checked, lambda: seen.append(("checked", are_checks_off()))):  # fmt: skip
+        for engine, request in zip(engines, requests, strict=True):
+            engine.add_request(request)
+        while any(engine.has_unfinished_requests for engine in engines):
+            for engine in engines:
+                engine.step()
+                assert not are_checks_off(), "restored after every step"
+    assert seen == [("fast", True), ("checked", False)] * 6
+    assert requests[0].output_token_ids == requests[1].output_token_ids
+    with pytest.raises(ShapeError):
+        add_residual(torch.ones(2, 3), torch.ones(2, 4))
+
+
+def test_the_switch_is_restored_after_an_exception(tiny_model, make_engine):
+    decoder = tiny_model(attention="sdpa")
+    engine = make_engine(decoder, check_shapes=False)
+    engine.add_request(Request("0", PROMPTS[0], GREEDY))
+    seen = []
+
+    def fail():
+        seen.append(are_checks_off())
+        raise KeyboardInterrupt
+
+    with hook(decoder, fail), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert seen == [True]
+    assert not are_checks_off()
+
+
+def test_checks_that_the_caller_switched_off_stay_off(tiny_model, make_engine):
+    for check_shapes in (True, False):
+        engine = make_engine(tiny_model(), check_shapes=check_shapes)
+        engine.add_request(Request("0", PROMPTS[0], GREEDY))
+        with checking(False):
+            engine.step()
+            assert are_checks_off()
+    assert not are_checks_off()
+
+
+def test_a_checked_engine_notices_a_wrong_shape(tiny_model, make_engine):
+    decoder = tiny_model()
+    other = make_engine(tiny_model("llama_mqa"))  # another number of key/value heads in its cache
+    engine = make_engine(decoder)
+    engine.kv_cache = other.kv_cache
+    engine.add_request(Request("0", PROMPTS[0], GREEDY))
+    with pytest.raises(ShapeError, match="num_kv_heads"):
+        engine.step()
+
+
+def test_a_batch_holds_tensors_and_tuples_of_int_only(tiny_model, make_engine):
+    engine = make_engine(tiny_model())
+    engine.add_request(Request("0", PROMPTS[0], GREEDY))
+    batch = engine.step().batch
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        is_int_tuple = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
+        assert isinstance(value, torch.Tensor) or is_int_tuple, field.name

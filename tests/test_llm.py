@@ -1,0 +1,250 @@
+"""Text in, text out; and what happens to bad input and in bad moments."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tinyllm.engine
+from tinyllm import LLM, ConfigError, RequestError, SamplingParams
+from tinyllm.weights.load import build_decoder
+
+FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+def is_clean(llm: LLM) -> bool:
+    """Nothing is queued and every block is free."""
+    return not llm.engine.has_unfinished_requests and llm.engine.scheduler.pool.num_used_blocks == 0
+
+
+# --- the default model -------------------------------------------------------------------------------------------------
+
+
+def test_the_capital_of_france_is_paris(smollm2):
+    llm = LLM(smollm2)
+    (answer,) = llm.generate("The capital of France is", SamplingParams(max_tokens=40))
+    assert llm.tokenizer.decode(answer.token_ids[:1]) == " Paris"
+    assert answer.text == " Paris.\n\nThe answer is: 2018-01-22 12:12:53."
+    assert answer.finish_reason == "stop"
+    assert llm.tokenizer.decode(answer.token_ids[-1:]) == "<|im_end|>", "in token_ids, not in text"
+    assert answer.prompt == "The capital of France is"
+    assert answer.prompt_token_ids == (504, 3575, 282, 4649, 314)
+
+
+def test_default_sizes(smollm2):
+    llm = LLM(smollm2)
+    limits, cache = llm.engine.scheduler.config, llm.engine.cache_config
+    assert (limits.max_model_len, limits.max_num_batched_tokens, limits.max_num_seqs) == (2048, 2048, 128)
+    assert (cache.block_size, cache.num_blocks, cache.max_cached_tokens) == (16, 513, 8192)
+    assert LLM(smollm2, max_num_batched_tokens=8, max_model_len=64).engine.scheduler.config.max_num_seqs == 8
+    assert LLM(smollm2, max_model_len=8192, block_size=100).engine.cache_config.max_cached_tokens == 8200
+
+
+def test_control_tokens_in_a_prompt_stay_text_unless_asked_for(smollm2):
+    llm = LLM(smollm2, max_model_len=64, num_blocks=5)
+    (as_text,) = llm.make_requests("<|im_start|>")
+    (as_control,) = llm.make_requests("<|im_start|>", parse_special=True)
+    assert len(as_text.prompt_token_ids) > 1
+    assert as_control.prompt_token_ids == [1]
+
+
+# --- prompts and parameters --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_text_or_token_ids(tiny_llm):
+    llm, seeded = tiny_llm(), replace(FIVE, seed=1)
+    (from_text,) = llm.generate("abc", seeded)
+    for prompt in ([97, 98, 99], (97, 98, 99), [[97, 98, 99]], ["abc"], ("abc",)):
+        assert llm.generate(prompt, seeded) == [from_text]
+    assert from_text.prompt == "abc"
+    assert len(from_text.token_ids) == 5
+    assert from_text.text == llm.tokenizer.decode(from_text.token_ids)
+
+
+def test_several_prompts_come_back_in_order_as_if_alone(tiny_llm):
+    llm = tiny_llm(max_num_batched_tokens=6, block_size=3)
+    prompts = ["a long prompt of many bytes", "b", [1, 2, 3], "zzz"]
+    answers = llm.generate(prompts, FIVE)
+    assert [answer.prompt for answer in answers] == [prompts[0], "b", "\x01\x02\x03", "zzz"]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        (alone,) = tiny_llm().generate([prompt], replace(FIVE, seed=answer.seed))
+        assert answer == alone
+    assert is_clean(llm)
+
+
+def test_no_prompts_give_no_answers(tiny_llm):
+    assert tiny_llm().generate([]) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(tiny_llm):
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 4, 2)]
+    answers = tiny_llm().generate(["a", "b", "c"], params)
+    assert [len(answer.token_ids) for answer in answers] == [1, 4, 2]
+    assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+def test_an_unseeded_answer_records_the_seed_that_repeats_it(tiny_llm):
+    llm = tiny_llm()
+    params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
+    first, second = llm.generate(["abc", "abc"], params)
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    for answer in (first, second):
+        (again,) = llm.generate("abc", replace(params, seed=answer.seed))
+        assert again == answer
+
+
+# --- the end of an answer ----------------------------------------------------------------------------------------------
+
+
+def test_stop_token_ids_end_an_answer(tiny_llm):
+    (free,) = tiny_llm().generate("abc", SamplingParams(max_tokens=10, ignore_eos=True))
+    stop = free.token_ids[3]
+    cut = free.token_ids.index(stop) + 1
+    (stopped,) = tiny_llm().generate("abc", SamplingParams(max_tokens=10, ignore_eos=True, stop_token_ids=[255, stop]))
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:cut], "stop")
+
+
+def test_an_end_token_ends_an_answer_unless_it_is_ignored(tiny_llm):
+    plain = tiny_llm()
+    (free,) = plain.generate("abc", SamplingParams(max_tokens=10, ignore_eos=True))
+    end = free.token_ids[2]
+    config = replace(plain.loaded.config, eos_token_ids=(250, end))
+    llm = LLM(replace(plain.loaded, config=config))
+    (stopped,) = llm.generate("abc", SamplingParams(max_tokens=10))
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    assert stopped.finish_reason == "stop"
+    (ignored,) = llm.generate("abc", SamplingParams(max_tokens=10, ignore_eos=True))
+    assert (ignored.token_ids, ignored.finish_reason) == (free.token_ids, "length")
+
+
+def test_without_max_tokens_an_answer_runs_to_max_model_len(tiny_llm):
+    (answer,) = tiny_llm(max_model_len=20).generate("abcde", SamplingParams(max_tokens=None, ignore_eos=True))
+    assert (len(answer.token_ids), answer.finish_reason) == (15, "length")
+    (answer,) = tiny_llm(max_model_len=20).generate("abcde", SamplingParams(max_tokens=99, ignore_eos=True))
+    assert (len(answer.token_ids), answer.finish_reason) == (15, "length")
+
+
+def test_a_prompt_may_leave_room_for_one_token_only(tiny_llm):
+    (answer,) = tiny_llm(max_model_len=20).generate("x" * 19, FIVE)
+    assert (len(answer.token_ids), answer.finish_reason) == (1, "length")
+
+
+def test_unusable_logits_end_their_request_and_no_other(tiny_llm, tiny_model):
+    parameters = dict(tiny_model().state_dict())
+    parameters["embed_tokens.weight"] = parameters["embed_tokens.weight"].clone()
+    parameters["embed_tokens.weight"][ord("!")] = torch.nan
+    llm = tiny_llm(build_decoder(tiny_model().config, parameters))
+    good, bad, sampled = llm.generate(["abc", "abc!", "x!"], [FIVE, FIVE, SamplingParams(temperature=1)])
+    assert (bad.finish_reason, bad.token_ids, bad.text) == ("error", (), "")
+    assert (sampled.finish_reason, sampled.token_ids) == ("error", ())
+    assert (good.token_ids, good.finish_reason) == (tiny_llm().generate("abc", FIVE)[0].token_ids, "length")
+    assert is_clean(llm)
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", None, "the prompt is empty"),
+        (["abc", ""], None, "the prompt is empty"),
+        ([[]], None, "the prompt is empty"),
+        ("x" * 20, None, "has 20 tokens; expected at most 19"),
+        (["abc", "x" * 300], None, "has 300 tokens; expected at most 19"),
+        ([5, 256], None, "token id 256 is outside the vocabulary of 256"),
+        ([[5], [-1]], None, "token id -1 is outside the vocabulary of 256"),
+        ([[5, "a"]], None, "token id 'a' is outside the vocabulary"),
+        (["a", "b"], [FIVE], "2 prompts came with 1 sampling parameters"),
+        ("a", [FIVE, FIVE], "1 prompts came with 2 sampling parameters"),
+        ("a", [], "1 prompts came with 0 sampling parameters"),
+    ],
+)
+def test_a_bad_request_is_refused_before_anything_runs(prompts, params, message, tiny_llm):
+    llm = tiny_llm(max_model_len=20)
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, params)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert is_clean(llm)
+    assert len(llm.generate("abc", FIVE)[0].token_ids) == 5, "the engine still works"
+
+
+def test_text_that_is_no_unicode_is_refused(tiny_llm):
+    llm = tiny_llm()
+    with pytest.raises(ValueError, match=r"U\+D800"):
+        llm.generate(["abc", "\ud800"])
+    assert is_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"max_model_len": 100, "block_size": 4, "num_blocks": 10},
+            "raise num_blocks to 26 or lower max_model_len to 36",
+        ),
+        ({"num_blocks": 1}, "num_blocks is 1; expected at least 2"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 5}, "raise the budget or lower max_num_seqs"),
+    ],
+)
+def test_an_impossible_setting_is_refused_with_advice(settings, message, tiny_llm):
+    with pytest.raises(ConfigError) as caught:
+        tiny_llm(**settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_smallest_pool_is_enough(tiny_llm):
+    llm = tiny_llm(max_model_len=100, block_size=4, num_blocks=26)
+    answers = llm.generate(["x" * 95, "y" * 50, "z"], FIVE)
+    ample = tiny_llm(max_model_len=100).generate(["x" * 95, "y" * 50, "z"], FIVE)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in ample]
+
+
+# --- bad moments -------------------------------------------------------------------------------------------------------
+
+
+def fail_on_call(number: int, function):
+    """`function`, but its call `number` is a Ctrl-C."""
+    calls = 0
+
+    def wrapper(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("place", ["add_request", "schedule", "sample", "update"])
+def test_an_interrupt_leaves_the_engine_clean(place, call, tiny_llm, monkeypatch):
+    llm = tiny_llm(max_num_batched_tokens=8, block_size=2)
+    prompts = ["abc", "d", "a prompt of several chunks", "efg"]
+    expected = llm.generate(prompts, FIVE)
+    owner = {"add_request": llm.engine, "sample": tinyllm.engine}.get(place, llm.engine.scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, fail_on_call(call, getattr(owner, place)))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, FIVE)
+    assert is_clean(llm)
+    assert [a.token_ids for a in llm.generate(prompts, FIVE)] == [a.token_ids for a in expected]
+
+
+def test_only_the_fast_backends_run_unchecked_by_default(tiny_llm):
+    assert tiny_llm(attention="reference").engine.check_shapes
+    assert not tiny_llm(attention="sdpa").engine.check_shapes
+    assert tiny_llm(attention="sdpa", check_shapes=True).engine.check_shapes
+
+
+def test_both_attention_bodies_give_the_same_answers(tiny_llm):
+    prompts = ["The quick brown fox", "x", "12345"]
+    answers = [tiny_llm(attention=body).generate(prompts, FIVE) for body in ("reference", "sdpa")]
+    assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
