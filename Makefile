@@ -29,7 +29,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m tinyllm.bench
 
 walkthrough: $(VENV)/.runtime
-	@for chapter in walkthrough/*.py; do echo "== $$chapter"; $(BIN)/python "$$chapter" || exit 1; done
+	@for chapter in walkthrough/ch*.py; do echo "== $$chapter"; $(BIN)/python "$$chapter" || exit 1; done
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python -m walkthrough.build
