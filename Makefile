@@ -8,7 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := trace
 .PHONY: trace test lint test-long bench walkthrough notebooks clean
 
-# PROMPT reaches the shell as a variable, so quotes and dollars in it stay what they are.
+# PROMPT reaches the shell as an environment variable, unexpanded: quotes and dollars in it stay what they are.
+override PROMPT := $(value PROMPT)
 export PROMPT
 
 trace: $(VENV)/.runtime

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,7 @@ def test_control_tokens_in_a_prompt_stay_text_unless_asked_for(smollm2):
     (as_text,) = llm.make_requests("<|im_start|>")
     (as_control,) = llm.make_requests("<|im_start|>", parse_special=True)
     assert len(as_text.prompt_token_ids) > 1
-    assert as_control.prompt_token_ids == [1]
+    assert as_control.prompt_token_ids == (1,)
 
 
 # --- prompts and parameters --------------------------------------------------------------------------------------------
@@ -248,3 +249,47 @@ def test_both_attention_bodies_give_the_same_answers(tiny_llm):
     prompts = ["The quick brown fox", "x", "12345"]
     answers = [tiny_llm(attention=body).generate(prompts, FIVE) for body in ("reference", "sdpa")]
     assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (None, ["NoneType", "expected a text"]),
+        (3, ["int", "expected a text"]),
+        (b"bytes", ["bytes", "expected a text"]),
+        ({"a": 1}, ["dict", "expected a text"]),
+        (["a", None], ["NoneType", "expected a text"]),
+        ([[1, "a"]], ["'a'", "outside the vocabulary"]),
+        ([[True]], ["True", "outside the vocabulary"]),
+        ([[256]], ["256", "vocabulary of 256"]),
+        ([[-1]], ["-1", "vocabulary of 256"]),
+        ([[]], ["the prompt is empty"]),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_one_line(tiny_llm, prompts, words):
+    with pytest.raises(RequestError) as error:
+        tiny_llm().generate(prompts)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("params", [{}, 3, "greedy", [None], [{}]])
+def test_what_are_no_params_is_refused_in_one_line(tiny_llm, params):
+    with pytest.raises(RequestError, match="expected SamplingParams, or a list with one for each prompt"):
+        tiny_llm().generate(["a"], params)
+
+
+def test_numpy_s_whole_numbers_are_token_ids(tiny_llm):
+    params = SamplingParams(max_tokens=2, seed=1)
+    assert tiny_llm().generate(list(np.array([5, 6, 7])), params) == tiny_llm().generate([5, 6, 7], params)
+
+
+def test_a_length_beyond_the_model_s_positions_is_refused(tiny_llm):
+    with pytest.raises(ConfigError, match="max_model_len is 129; this model was made for at most 128 positions"):
+        tiny_llm(max_model_len=129)
+
+
+def test_a_row_that_only_pads_the_embedding_has_no_text(tiny_llm):
+    llm = tiny_llm()
+    (request,) = llm.make_requests([[70, 71]])
+    request.token_ids += [72, 10_000]  # as if a vocabulary were shorter than its table
+    assert llm.completion(request).text == llm.tokenizer.decode([72])

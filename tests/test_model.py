@@ -83,14 +83,18 @@ def test_smollm2_gives_them_in_blocks_and_chunks_of_any_size(
     check_golden(engine, run_engine, make_requests, 64, max_tokens)
 
 
+ALL_TOKENS = [(*setting, 64) for setting in PAIRWISE if setting[2] < 7]
+LONG_PROMPTS = [("reference", 4, 7, 600), ("sdpa", 1, 7, 600), ("sdpa", 16, 64, 600)]
+
+
 @pytest.mark.long
-@SETTINGS
-def test_smollm2_gives_them_for_long_prompts_too(
-    body, block_size, chunk, smollm2, smollm2_sdpa, make_engine, run_engine, make_requests
+@pytest.mark.parametrize(("body", "block_size", "chunk", "longest"), ALL_TOKENS + LONG_PROMPTS)
+def test_smollm2_gives_all_tokens_in_small_chunks_and_for_long_prompts(
+    body, block_size, chunk, longest, smollm2, smollm2_sdpa, make_engine, run_engine, make_requests
 ):
     decoder = {"reference": smollm2, "sdpa": smollm2_sdpa}[body].decoder
     engine = make_engine(decoder, block_size, budget=chunk, max_model_len=700, check_shapes=False)
-    check_golden(engine, run_engine, make_requests, longest=600)
+    check_golden(engine, run_engine, make_requests, longest)
 
 
 # --- tiny checkpoints --------------------------------------------------------------------------------------------------

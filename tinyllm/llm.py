@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.engine import Engine
-from tinyllm.errors import RequestError
+from tinyllm.errors import ConfigError, RequestError
 from tinyllm.layers.attention.backends import FAST_BACKENDS
 from tinyllm.request import Request, SamplingParams
 from tinyllm.weights.load import LoadedModel, load_model
@@ -54,11 +55,16 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, attention=attention)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
+        max_positions = loaded.config.max_positions
         if max_model_len is None:
-            max_model_len = min(loaded.config.max_positions, DEFAULT_MAX_MODEL_LEN)
+            max_model_len = min(max_positions, DEFAULT_MAX_MODEL_LEN)
         if max_num_seqs is None:
             max_num_seqs = min(DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
         scheduler = SchedulerConfig(max_model_len, max_num_batched_tokens, max_num_seqs)
+        if max_model_len > max_positions:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; this model was made for at most {max_positions} positions"
+            )
         if num_blocks is None:
             num_blocks = 1 + -(-max(max_model_len, DEFAULT_POOL_TOKENS) // max(block_size, 1))
         if check_shapes is None:
@@ -100,8 +106,12 @@ class LLM:
         prompt_list = _as_prompt_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params_list = [params or SamplingParams()] * len(prompt_list)
-        else:
+        elif isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params):
             params_list = list(params)
+        else:
+            raise RequestError(
+                f"params is a {type(params).__name__}; expected SamplingParams, or a list with one for each prompt"
+            )
         if len(params_list) != len(prompt_list):
             raise RequestError(
                 f"{len(prompt_list)} prompts came with {len(params_list)} sampling parameters; give one for each"
@@ -115,11 +125,7 @@ class LLM:
         if isinstance(prompt, str):
             token_ids = self.loaded.encode_prompt(prompt, parse_special)
         else:
-            token_ids = list(prompt)
-            vocab_size = self.loaded.config.vocab_size
-            for token_id in token_ids:
-                if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                    raise RequestError(f"prompt token id {token_id!r} is outside the vocabulary of {vocab_size}")
+            token_ids = _as_token_ids(prompt, self.loaded.config.vocab_size)
         request = Request(str(self._num_requests), token_ids, params, self.loaded.config.eos_token_ids)
         self._num_requests += 1
         return request
@@ -128,17 +134,36 @@ class LLM:
         """What a finished request gave."""
         prompt_ids, output_ids = request.prompt_token_ids, request.output_token_ids
         return Completion(
-            prompt=self.tokenizer.decode(prompt_ids),
+            prompt=self._decode(prompt_ids),
             prompt_token_ids=tuple(prompt_ids),
-            text=self.tokenizer.decode(output_ids, skip_special=True),
+            text=self._decode(output_ids, skip_special=True),
             token_ids=tuple(output_ids),
             finish_reason=request.finish_reason or "",
             seed=request.seed,
         )
 
+    def _decode(self, token_ids: Sequence[int], skip_special: bool = False) -> str:
+        """Text of the ids; rows that only pad the embedding table have none."""
+        known = (token_id for token_id in token_ids if token_id < self.tokenizer.vocab_size)
+        return self.tokenizer.decode(known, skip_special=skip_special)
 
-def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One text or one list of ids is a single prompt; everything else is a list of prompts."""
-    if isinstance(prompts, str) or (prompts and all(isinstance(item, int) for item in prompts)):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return list(prompts)  # pyright: ignore[reportReturnType]
+
+def _as_prompt_list(prompts: Any) -> list[Any]:
+    """One text or one list of ids is a single prompt; any other list is a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"a {type(prompts).__name__} is no prompt; expected a text, a list of token ids, or a list of those"
+        )
+    return [prompts] if prompts and all(hasattr(item, "__index__") for item in prompts) else list(prompts)
+
+
+def _as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
+    """Plain ints of the vocabulary; numpy's whole numbers are welcome, anything else is a RequestError."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(f"a {type(prompt).__name__} is no prompt; expected a text or a list of token ids")
+    for token_id in prompt:
+        if not hasattr(token_id, "__index__") or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise RequestError(f"prompt token id {token_id!r:.60} is outside the vocabulary of {vocab_size}")
+    return [int(token_id) for token_id in prompt]

@@ -118,6 +118,7 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id}: the prompt is empty; expected at least one token")
+        self.prompt_token_ids = tuple(self.prompt_token_ids)
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
 
