@@ -33,7 +33,7 @@ LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 PLAIN = {"tokenizer", "request", "block_pool", "scheduler", "grammar", "config", "errors", "shapes", "console"}
 NO_TENSORS = ("torch", "numpy", "einops", "safetensors", "gguf", "jaxtyping", "beartype")
 # The parts of the trace that work on any model: they know words and sizes, not engines.
-TRACE_PARTS = {"__init__", "recorder", "dims", "ledger", "costs", "record", "terminal", "html"}
+TRACE_PARTS = {"__init__", "recorder", "dims", "ledger", "costs", "record", "collect", "to_json", "terminal", "html"}
 TRACE_MAY_IMPORT = ("tinyllm.shapes", "tinyllm.config", "tinyllm.errors", "tinyllm.trace.")
 
 # Each needs a tensor's values on the host, which a meta tensor has not and a GPU step should not wait for.

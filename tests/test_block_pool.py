@@ -42,3 +42,9 @@ def test_every_block_has_at_most_one_holder(num_blocks, data):
         assert len(set(held)) == len(held) == pool.num_used_blocks
         assert NULL_BLOCK_ID not in held
         assert len(held) + pool.num_free_blocks == num_blocks - 1
+
+
+def test_a_pool_takes_memory_for_what_was_used_not_for_what_it_could_hold():
+    pool = BlockPool(2**60)
+    assert pool.allocate(2) == [1, 2]
+    assert pool.num_free_blocks == 2**60 - 3

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tinyllm.engine
 from tinyllm import RequestError, SamplingParams, ShapeError
 from tinyllm.layers.norm import add_residual
 from tinyllm.request import Request
@@ -301,3 +302,45 @@ def test_a_batch_holds_tensors_and_tuples_of_int_only(tiny_model, make_engine):
         value = getattr(batch, field.name)
         is_int_tuple = isinstance(value, tuple) and all(isinstance(item, int) for item in value)
         assert isinstance(value, torch.Tensor) or is_int_tuple, field.name
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("at_step", [0, 1, 2, 4])
+def test_a_failed_step_is_done_again(error, at_step, tiny_model, make_engine, run_alone, monkeypatch):
+    """Nothing of it counts as computed: bystanders lose no token, whatever they were doing."""
+    engine = make_engine(tiny_model(), block_size=2, budget=4, max_model_len=MAX_MODEL_LEN)
+    requests = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(at_step):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(tinyllm.engine, "sample", raising(error))
+        with pytest.raises(error):
+            engine.step()
+    while engine.has_unfinished_requests:
+        engine.step()
+    for request in requests:
+        assert request.output_token_ids == run_alone(request.prompt_token_ids, GREEDY).token_ids
+    assert engine.scheduler.pool.num_used_blocks == 0
+
+
+def raising(error: type[BaseException]):
+    def fail(*_):
+        raise error("in the middle of a step")
+
+    return fail
+
+
+@pytest.mark.parametrize("body", ["reference", "sdpa"])
+def test_an_engine_in_bfloat16_keeps_its_cache_in_bfloat16(body, tiny_model, make_engine, run_engine, make_requests):
+    """And its logits stay as near to float32's as bfloat16 allows (0.15, the bound that the golden data state)."""
+    decoder = tiny_model("llama_bf16", body, torch.bfloat16)
+    engine = make_engine(decoder, max_model_len=MAX_MODEL_LEN)
+    assert engine.kv_cache.kv.dtype is torch.bfloat16
+    one = SamplingParams(max_tokens=1)
+    runs = run_engine(engine, make_requests(PROMPTS, one))
+    exact = make_engine(tiny_model("llama_bf16", body, torch.float32), max_model_len=MAX_MODEL_LEN)
+    for run, expected in zip(runs, run_engine(exact, make_requests(PROMPTS, one)), strict=True):
+        assert run.logits.dtype is torch.bfloat16
+        torch.testing.assert_close(run.logits.float(), expected.logits, atol=0.15, rtol=0)

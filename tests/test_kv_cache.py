@@ -1,10 +1,11 @@
 """The paged pool: what is written by slot is what is read through the block table."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm import CacheConfig, ModelConfig
+from tinyllm import CacheConfig, ConfigError, ModelConfig
 from tinyllm.kv_cache import KVCache, gather_kv, write_kv
 
 CONFIG = ModelConfig(
@@ -79,3 +80,10 @@ def test_heads_and_channels_stay_apart():
     got_k, got_v = gather_kv(layer_kv, torch.tensor([2, 4]), 6)
     assert torch.equal(got_k, k)
     assert torch.equal(got_v, v)
+
+
+def test_a_pool_that_no_machine_has_is_refused_in_one_line():
+    with pytest.raises(
+        ConfigError, match=r"a KV pool of 1073741824 blocks of 65536 tokens takes .* GB, which this machine"
+    ):
+        KVCache(CONFIG, CacheConfig(2**16, 2**30))

@@ -353,3 +353,47 @@ def test_running_requests_keep_their_order_of_admission():
         orders.append([request.request_id for request in scheduler.running])
     assert all(after[: len(before)] == before for before, after in pairwise(orders))
     assert orders[-1] == ["r0", "r1", "r2"]
+
+
+def test_a_request_that_was_given_up_within_a_step_is_passed_over():
+    scheduler = make_scheduler()
+    first, second = add_requests(scheduler, 3, 3)
+    schedule = scheduler.schedule()
+    scheduler.abort(first)
+    assert scheduler.update(schedule, [7, 8]) == []
+    assert (first.output_token_ids, second.output_token_ids) == ([], [8])
+
+
+def test_a_request_whose_tokens_are_all_under_way_is_skipped():
+    """Two schedules before the first update, as an engine with overlapping steps would ask for them."""
+    scheduler = make_scheduler(budget=4)
+    add_requests(scheduler, 4, 6)
+    assert [shares(scheduler.schedule()) for _ in range(3)] == [{"r0": 4}, {"r1": 4}, {"r1": 2}]
+
+
+def test_a_step_that_failed_is_scheduled_again():
+    scheduler = make_scheduler(budget=4)
+    (request,) = add_requests(scheduler, 6)
+    failed = scheduler.schedule()
+    scheduler.undo(failed)
+    assert request.num_computed_tokens == 0
+    again = scheduler.schedule()
+    assert shares(again) == shares(failed) and again.scheduled[0].block_ids == failed.scheduled[0].block_ids
+
+
+def test_a_request_is_queued_only_once():
+    scheduler = make_scheduler()
+    (request,) = add_requests(scheduler, 3, max_tokens=1)
+    with pytest.raises(RequestError, match="request r0 was queued before; make a new Request"):
+        scheduler.add_request(request)
+    step(scheduler)
+    assert request.status.is_finished
+    with pytest.raises(RequestError, match="queued before"):
+        scheduler.add_request(request)
+
+
+def test_a_waiting_prompt_starts_only_where_the_whole_of_it_fits():
+    """vLLM 0.33's admission gate: not its first chunk, the whole sequence."""
+    scheduler = make_scheduler(block_size=4, num_blocks=6, max_model_len=20, budget=8)
+    add_requests(scheduler, 7, 13)
+    assert [step(scheduler) for _ in range(2)] == [{"r0": 7}, {"r0": 1}]  # three free blocks: one chunk would fit

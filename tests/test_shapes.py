@@ -15,7 +15,7 @@ from tinyllm.config import CacheConfig, ModelConfig
 from tinyllm.layers.attention.reference import attend
 from tinyllm.layers.norm import RMSNorm, rms_norm
 from tinyllm.sampler.sample import sample
-from tinyllm.shapes import TUPLES_OF_INT, WORDS, ShapeError, checking, evaluate, typechecker
+from tinyllm.shapes import WORDS, ShapeError, checking, evaluate, typechecker
 
 SMOLLM2 = ModelConfig(
     hidden_size=576,
@@ -279,5 +279,3 @@ def test_evaluate_refuses_what_is_no_dimension_expression(text: str) -> None:
 
 def test_words_are_keyed_by_their_name() -> None:
     assert all(name == word.name for name, word in WORDS.items())
-    assert not set(TUPLES_OF_INT) & set(WORDS)
-    assert set(TUPLES_OF_INT) <= {field.name for field in dataclasses.fields(FlatBatch)}

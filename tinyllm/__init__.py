@@ -7,7 +7,8 @@ nothing at all.
 
 import os
 
-# Spinning OpenMP threads turn a 30 us matmul into 8 ms where another process shares the cores; torch reads this once.
+# OpenMP threads that spin while they wait make small products crawl where another process shares the cores. torch
+# reads this once, when it is imported: import tinyllm first.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from jaxtyping import install_import_hook

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tinyllm.block_pool import NULL_BLOCK_ID
 from tinyllm.request import SamplingParams
+from tinyllm.shapes import ShapeError
 
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """The tensors of one step. Constructing it checks every field against the others.
+    """The tensors of one step. Constructing it checks the sizes of every field against the others.
 
     token_ids and positions name the rows; slot_mapping says where each row's key and value are written; the rows of
     request i are cu_seqlens_q[i] to cu_seqlens_q[i+1]; block_table[i] and seq_lens[i] say what its queries may read;
@@ -36,6 +37,18 @@ class FlatBatch:
     query_lens_cpu: tuple[int, ...]
     seq_lens_cpu: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        num_reqs, num_tokens = len(self.seq_lens), len(self.token_ids)
+        for name in ("query_lens_cpu", "seq_lens_cpu"):
+            if len(getattr(self, name)) != num_reqs:
+                raise ShapeError(
+                    f"FlatBatch: {name} has {len(getattr(self, name))} numbers, expected num_reqs={num_reqs}"
+                )
+        if sum(self.query_lens_cpu) != num_tokens:
+            raise ShapeError(
+                f"FlatBatch: query_lens_cpu sums to {sum(self.query_lens_cpu)}, expected num_tokens={num_tokens}"
+            )
+
 
 def build_batch(
     token_ids: Sequence[Sequence[int]],
@@ -52,6 +65,8 @@ def build_batch(
     """
     query_lens = tuple(len(ids) for ids in token_ids)
     seq_lens = tuple(start + length for start, length in zip(num_computed_tokens, query_lens, strict=True))
+    for row, seq_len in zip(block_ids, seq_lens, strict=True):
+        assert len(row) * block_size >= seq_len, f"blocks {row} of {block_size} cannot hold {seq_len} tokens"
     ends = list(accumulate(query_lens))
     max_blocks = max(len(row) for row in block_ids)
     padded = [[*row, *[NULL_BLOCK_ID] * (max_blocks - len(row))] for row in block_ids]

@@ -19,12 +19,13 @@ class BlockPool:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self._free_ids = deque(range(1, num_blocks))
+        self._freed_ids: deque[int] = deque()  # the head of the queue
+        self._next_id = NULL_BLOCK_ID + 1  # behind them come the ids that were never used, in order
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
-        return len(self._free_ids)
+        return len(self._freed_ids) + self.num_blocks - self._next_id
 
     @property
     def num_used_blocks(self) -> int:
@@ -34,9 +35,15 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks from the head of the queue; the caller has checked that so many are free."""
         assert 0 <= count <= self.num_free_blocks, (count, self.num_free_blocks)
-        return [self._free_ids.popleft() for _ in range(count)]
+        return [self._pop() for _ in range(count)]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Give back one request's blocks, in the order of its table."""
         # Tail first, as a group at the head: what was written last is reused first (vLLM 0.33, blocks without a hash).
-        self._free_ids.extendleft(block_ids)
+        self._freed_ids.extendleft(block_ids)
+
+    def _pop(self) -> int:
+        if self._freed_ids:
+            return self._freed_ids.popleft()
+        self._next_id += 1
+        return self._next_id - 1

@@ -1,11 +1,12 @@
 """``tinyllm generate`` and ``tinyllm trace``."""
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from tinyllm.console import Parser, progress, run
-from tinyllm.errors import RequestError
+from tinyllm.errors import ModelFileError, RequestError
 from tinyllm.layers.attention.backends import BACKENDS
 from tinyllm.llm import LLM
 from tinyllm.request import SamplingParams
@@ -23,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = Parser(prog="tinyllm", description="An LLM inference engine that shows its dimensions.", epilog=EXAMPLES,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"tinyllm {importlib.metadata.version('tinyllm-trace')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="complete prompts", epilog=EXAMPLES,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; raises TinyllmError for what the user can mend."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["trace"]:
-        trace_command.main(arguments[1:])
+        trace_command.main(arguments[1:], prog="tinyllm trace")
         return
     _generate(make_parser().parse_args(arguments))
 
@@ -62,10 +64,11 @@ def _generate(args: argparse.Namespace) -> None:
         raise RequestError("the prompt is empty; expected at least one character")
     progress("loading the model ...")
     llm = LLM(args.model, dtype=args.dtype, attention=args.attention)
-    for completion in llm.generate(args.prompts, params, parse_special=args.special):
+    completions = llm.generate(args.prompts, params, parse_special=args.special)
+    for completion in completions:
         print(completion.prompt + completion.text)
-        if completion.finish_reason == "error":
-            print("tinyllm: no token could be sampled: the logits are NaN or all -inf", file=sys.stderr)
+    if any(completion.finish_reason == "error" for completion in completions):
+        raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
 
 
 def entry_point() -> int:

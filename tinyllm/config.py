@@ -236,7 +236,9 @@ class CacheConfig:
         if not _is_whole(self.block_size, 1, 2**16):
             raise ConfigError(f"block_size is {self.block_size!r:.60}; expected 1 to {2**16} tokens")
         if not _is_whole(self.num_blocks, 2, MAX_SIZE - 1):
-            raise ConfigError(f"num_blocks is {self.num_blocks!r:.60}; expected at least 2 (block 0 is the null block)")
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks!r:.60}; expected 2 (block 0 is the null block) to {MAX_SIZE - 1}"
+            )
 
     @property
     def num_slots(self) -> int:

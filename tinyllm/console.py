@@ -1,6 +1,7 @@
 """How every command of ours meets a terminal: one-line errors, exit codes, UTF-8, closed pipes."""
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -17,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is, without the usage block."""
-        self.exit(EXIT_USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: {one_line(message, 300)}; see {self.prog} --help\n")
 
 
 def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> int:
@@ -26,6 +27,8 @@ def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     A TinyllmError is the user's to mend: its line on stderr, code 2. A reader that closed the pipe (``| head``) ends us
     quietly. Anything else is a bug of ours and keeps its traceback.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (closed by the caller's shell: >&-)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook's or a test's stream is none
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -33,15 +36,31 @@ def run(main: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
         main(argv)
         sys.stdout.flush()
     except TinyllmError as error:
-        print(f"tinyllm: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"tinyllm: {one_line(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end; into the void, so that this is quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
+        return EXIT_ERROR
+    except OSError as error:
+        _drop_stdout()
+        print(f"tinyllm: cannot write: {error.strerror or error}", file=sys.stderr)
         return EXIT_ERROR
     return 0
+
+
+def _drop_stdout() -> None:
+    """The interpreter flushes stdout once more at its end; into the void, so that this is quiet too."""
+    with contextlib.suppress(io.UnsupportedOperation):  # a test's or a notebook's stream has no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def one_line(text: str, max_length: int = 1000) -> str:
+    """Text that stays on its line and cannot move the cursor: what is not printable becomes an escape."""
+    line = " ".join(text.split())
+    line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return line if len(line) <= max_length else line[:max_length] + "..."
 
 
 def progress(message: str) -> None:

@@ -21,7 +21,7 @@ class StepOutput:
 
     schedule: Schedule
     batch: FlatBatch
-    logits: Tensor  # [num_logits, vocab_size]
+    logits: Tensor  # a row for each scheduled request, a score for each token id
     sampled_token_ids: tuple[int | None, ...]
     finished: tuple[Request, ...]
 
@@ -51,19 +51,29 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self) -> StepOutput:
-        """Compute some tokens of some requests; each request whose tokens are all computed gets one more."""
+        """Compute some tokens of some requests; each request whose tokens are all computed gets one more.
+
+        Where the model fails or is interrupted, nothing counts as computed: the next step does the same work again.
+        """
         schedule = self.scheduler.schedule()
         assert schedule.scheduled, "step() needs an unfinished request"
+        try:
+            batch, logits, sampled = self._run(schedule)
+        except BaseException:
+            self.scheduler.undo(schedule)
+            raise
+        finished = self.scheduler.update(schedule, sampled)
+        return StepOutput(schedule, batch, logits, sampled, tuple(finished))
+
+    def _run(self, schedule: Schedule) -> tuple[FlatBatch, Tensor, tuple[int | None, ...]]:
+        """Batch, logits, and each request's token id (None where its row is not valid)."""
         batch = self._build_batch(schedule)
         sampling = self._build_sampling_batch(schedule)
         with contextlib.nullcontext() if self.check_shapes else checking(False):
             logits = self.model(batch, self.kv_cache)
             token_ids, is_valid = sample(logits, sampling)
-        sampled = tuple(
-            token_id if valid else None for token_id, valid in zip(token_ids.tolist(), is_valid.tolist(), strict=True)
-        )
-        finished = self.scheduler.update(schedule, sampled)
-        return StepOutput(schedule, batch, logits, sampled, tuple(finished))
+        rows = zip(token_ids.tolist(), is_valid.tolist(), strict=True)
+        return batch, logits, tuple(token_id if valid else None for token_id, valid in rows)
 
     def _build_batch(self, schedule: Schedule) -> FlatBatch:
         entries = schedule.scheduled

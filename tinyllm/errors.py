@@ -4,6 +4,20 @@ Each message is one line: what is wrong, what was expected, what to do. The comm
 traceback and leaves with exit code 2; every other exception is a bug of ours and shows its traceback.
 """
 
+import reprlib
+
+
+def brief(value: object) -> str:
+    """`repr` in one short line, for an error message that quotes what it was given.
+
+    >>> brief(list(range(1000)))
+    '[0, 1, 2, 3, 4, 5, ...]'
+    """
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except ValueError:  # Python refuses to print an int of more than 4300 digits
+        return "(too long to print)"
+
 
 class TinyllmError(ValueError):
     """Base of every error that names something the user gave and can change."""

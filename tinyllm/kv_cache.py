@@ -1,10 +1,13 @@
 """The paged KV cache: one pool for all layers, written by slot, read through a block table."""
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tinyllm.config import CacheConfig, ModelConfig
+from tinyllm.errors import ConfigError
 
 
 class KVCache:
@@ -22,7 +25,14 @@ class KVCache:
         device: torch.device | str = "cpu",
     ):
         shape = (config.num_layers, 2, cache.num_blocks, cache.block_size, config.num_kv_heads, config.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raise ConfigError(
+                f"a KV pool of {cache.num_blocks} blocks of {cache.block_size} tokens takes {num_bytes / 1e9:.1f} GB, "
+                "which this machine does not give; lower num_blocks or block_size"
+            ) from None
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,15 @@
 """Text in, text out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from tinyllm.config import CacheConfig, SchedulerConfig
-from tinyllm.engine import Engine
-from tinyllm.errors import ConfigError, RequestError
+from tinyllm.engine import Engine, StepOutput
+from tinyllm.errors import ConfigError, RequestError, brief
 from tinyllm.layers.attention.backends import FAST_BACKENDS
 from tinyllm.request import Request, SamplingParams
 from tinyllm.weights.load import LoadedModel, load_model
@@ -17,6 +19,7 @@ DEFAULT_POOL_TOKENS = 8192
 DEFAULT_MAX_NUM_SEQS = 128
 
 Prompt = str | Sequence[int]  # text, or token ids
+BYTES = (bytes, bytearray, memoryview)  # sequences of ints that nobody means as token ids
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,13 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, attention=attention)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
-        max_positions = loaded.config.max_positions
-        if max_model_len is None:
-            max_model_len = min(max_positions, DEFAULT_MAX_MODEL_LEN)
-        if max_num_seqs is None:
-            max_num_seqs = min(DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
-        scheduler = SchedulerConfig(max_model_len, max_num_batched_tokens, max_num_seqs)
-        if max_model_len > max_positions:
-            raise ConfigError(
-                f"max_model_len is {max_model_len}; this model was made for at most {max_positions} positions"
-            )
-        if num_blocks is None:
-            num_blocks = 1 + -(-max(max_model_len, DEFAULT_POOL_TOKENS) // max(block_size, 1))
         if check_shapes is None:
             check_shapes = loaded.attention not in FAST_BACKENDS
-        self.engine = Engine(loaded.decoder, CacheConfig(block_size, num_blocks), scheduler, check_shapes)
+        limits = _limits(loaded.config.max_positions, max_model_len, max_num_batched_tokens, max_num_seqs)
+        cache = _pool(limits.max_model_len, block_size, num_blocks)
+        self.engine = Engine(loaded.decoder, cache, limits, check_shapes)
         self._num_requests = 0
+        self._lock = threading.Lock()  # an engine makes one step at a time
 
     def generate(
         self,
@@ -78,23 +72,32 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         parse_special: bool = False,
     ) -> list[Completion]:
-        """Complete one prompt or several; they run together and come back in the order given.
+        """Complete one prompt or several; they run together and come back in the order given. Threads take turns.
 
         params is one SamplingParams for all prompts, or one for each. Control tokens written in a prompt's text stay
         text unless parse_special is set. Raises RequestError or TokenizerError before anything runs.
         """
         requests = self.make_requests(prompts, params, parse_special)
+        with self._lock:
+            for _ in self.run(requests):
+                pass
+        return [self.completion(request) for request in requests]
+
+    def run(self, requests: Sequence[Request]) -> Iterator[StepOutput]:
+        """Run requests to their end, and hand out each step; whoever stops listening gives the requests up.
+
+        Raises RequestError before anything runs.
+        """
         for request in requests:
             self.engine.scheduler.check_request(request)
         try:
             for request in requests:
                 self.engine.add_request(request)
             while not all(request.status.is_finished for request in requests):
-                self.engine.step()
+                yield self.engine.step()
         finally:
-            for request in requests:  # only an exception leaves any unfinished
+            for request in requests:
                 self.engine.scheduler.abort(request)
-        return [self.completion(request) for request in requests]
 
     def make_requests(
         self,
@@ -123,10 +126,10 @@ class LLM:
 
     def _make_request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
         if isinstance(prompt, str):
-            token_ids = self.loaded.encode_prompt(prompt, parse_special)
+            text, token_ids = prompt, self.loaded.encode_prompt(prompt, parse_special)
         else:
-            token_ids = _as_token_ids(prompt, self.loaded.config.vocab_size)
-        request = Request(str(self._num_requests), token_ids, params, self.loaded.config.eos_token_ids)
+            text, token_ids = None, _as_token_ids(prompt, self.loaded.config.vocab_size)
+        request = Request(str(self._num_requests), token_ids, params, self.loaded.config.eos_token_ids, text)
         self._num_requests += 1
         return request
 
@@ -134,7 +137,7 @@ class LLM:
         """What a finished request gave."""
         prompt_ids, output_ids = request.prompt_token_ids, request.output_token_ids
         return Completion(
-            prompt=self._decode(prompt_ids),
+            prompt=self._decode(prompt_ids) if request.prompt is None else request.prompt,
             prompt_token_ids=tuple(prompt_ids),
             text=self._decode(output_ids, skip_special=True),
             token_ids=tuple(output_ids),
@@ -148,22 +151,50 @@ class LLM:
         return self.tokenizer.decode(known, skip_special=skip_special)
 
 
+def _limits(
+    max_positions: int, max_model_len: int | None, max_num_batched_tokens: int, max_num_seqs: int | None
+) -> SchedulerConfig:
+    """The limits of a step; what is None follows from the model and from the token budget."""
+    if max_model_len is None:
+        max_model_len = min(max_positions, DEFAULT_MAX_MODEL_LEN)
+    limits = SchedulerConfig(max_model_len, max_num_batched_tokens, max_num_seqs=1)
+    if max_model_len > max_positions:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; this model was made for at most {max_positions} positions"
+        )
+    if max_num_seqs is None:
+        max_num_seqs = min(DEFAULT_MAX_NUM_SEQS, max_num_batched_tokens)
+    return replace(limits, max_num_seqs=max_num_seqs)
+
+
+def _pool(max_model_len: int, block_size: int, num_blocks: int | None) -> CacheConfig:
+    """The KV pool; num_blocks None makes it hold max_model_len tokens, and never less than DEFAULT_POOL_TOKENS."""
+    cache = CacheConfig(block_size)
+    if num_blocks is None:
+        num_blocks = 1 + -(-max(max_model_len, DEFAULT_POOL_TOKENS) // block_size)
+    return replace(cache, num_blocks=num_blocks)
+
+
 def _as_prompt_list(prompts: Any) -> list[Any]:
     """One text or one list of ids is a single prompt; any other list is a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
         raise RequestError(
             f"a {type(prompts).__name__} is no prompt; expected a text, a list of token ids, or a list of those"
         )
-    return [prompts] if prompts and all(hasattr(item, "__index__") for item in prompts) else list(prompts)
+    return [prompts] if prompts and all(isinstance(item, Integral) for item in prompts) else list(prompts)
 
 
 def _as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Plain ints of the vocabulary; numpy's whole numbers are welcome, anything else is a RequestError."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, BYTES):
         raise RequestError(f"a {type(prompt).__name__} is no prompt; expected a text or a list of token ids")
     for token_id in prompt:
-        if not hasattr(token_id, "__index__") or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-            raise RequestError(f"prompt token id {token_id!r:.60} is outside the vocabulary of {vocab_size}")
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise RequestError(
+                f"prompt token id {brief(token_id)} is a {type(token_id).__name__}; expected a whole number"
+            )
+        if int(token_id) not in range(vocab_size):
+            raise RequestError(f"prompt token id {brief(token_id)} is outside the vocabulary of {vocab_size}")
     return [int(token_id) for token_id in prompt]

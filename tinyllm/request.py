@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyllm.errors import RequestError
+from tinyllm.errors import RequestError, brief
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 
@@ -54,8 +54,9 @@ class SamplingParams:
         _require(self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
                  "max_tokens", self.max_tokens, "a whole number of at least 1, or None for as many as fit")  # fmt: skip
         ids = self.stop_token_ids
-        _require(isinstance(ids, Sequence) and not isinstance(ids, str) and all(_is_int(i) and i >= 0 for i in ids),
+        _require(isinstance(ids, Sequence) and not isinstance(ids, str | bytes) and all(_is_int(i) and i >= 0 for i in ids),
                  "stop_token_ids", ids, "a list of token ids")  # fmt: skip
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
@@ -68,7 +69,7 @@ class SamplingParams:
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise RequestError(f"{name} is {value!r}; expected {expected}")
+        raise RequestError(f"{name} is {brief(value)}; expected {expected}")
 
 
 def _is_int(value: Any) -> bool:
@@ -107,6 +108,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    prompt: str | None = None  # the text that it came from
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)

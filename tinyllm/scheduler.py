@@ -85,7 +85,9 @@ class Scheduler:
             )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; RequestError where it could never run."""
+        """Queue a request; RequestError where it could never run, or was queued before."""
+        if request.status is not RequestStatus.WAITING or request in self.waiting:
+            raise RequestError(f"request {request.request_id} was queued before; make a new Request to run it again")
         self.check_request(request)
         self.waiting.append(request)
 
@@ -98,6 +100,9 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             request = self.running[position]
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if num_new_tokens == 0:  # all of it is under way in a step whose tokens have not come back yet
+                position += 1
+                continue
             if not self._make_room(request, num_new_tokens, preempted):
                 break  # the request itself was the victim, and it was the last one
             scheduled.append(self._take(request, num_new_tokens))
@@ -161,12 +166,18 @@ class Scheduler:
         self.pool.free(request.block_ids)
         request.block_ids = []
 
+    def undo(self, schedule: Schedule) -> None:
+        """Take back what `schedule` counted as computed, where the step failed; the blocks stay with their requests."""
+        for entry in schedule.scheduled:
+            if not entry.request.status.is_finished:
+                entry.request.num_computed_tokens = entry.num_computed_tokens
+
     def update(self, schedule: Schedule, sampled_token_ids: Sequence[int | None]) -> list[Request]:
         """Append each request's sampled token (None: its logits were unusable); return the requests that ended."""
         finished = []
         for entry, token_id in zip(schedule.scheduled, sampled_token_ids, strict=True):
             request = entry.request
-            if not entry.samples:
+            if not entry.samples or request.status.is_finished:  # a chunk of a prefill; or aborted meanwhile
                 continue
             if token_id is None:
                 request.status = RequestStatus.FAILED

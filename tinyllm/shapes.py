@@ -8,11 +8,12 @@ import contextlib
 import functools
 import inspect
 import re
+import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
@@ -74,7 +75,6 @@ _WORD_LIST = [
 ]
 # fmt: on
 WORDS: dict[str, Word] = {word.name: word for word in _WORD_LIST}
-TUPLES_OF_INT = ("query_lens_cpu", "seq_lens_cpu")  # copies of tensors as Python ints: no device synchronisation
 
 
 class ShapeError(AnnotationError, TypeError):
@@ -86,25 +86,103 @@ _beartype = beartype(conf=_CONF)
 
 
 def typechecker(function: Any) -> Any:
-    """Wrap beartype so that a violation becomes one readable line (`ShapeError`).
+    """Wrap beartype so that a violation becomes one readable line (`ShapeError`), and compare words with their formulas.
 
     `tinyllm/__init__.py` hands this to jaxtyping's import hook, which calls it with a stand-in that has the checked
-    function's signature (and, for results, the result as one more parameter).
+    function's signature (and, for results, the result as one more parameter). jaxtyping knows nothing of formulas such
+    as half_dim = head_dim/2; where a signature holds all words of one, it is checked here.
     """
     checked = _beartype(function)
     if isinstance(function, type):
         return checked
+    formulas = _formulas_of(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
-            return checked(*args, **kwargs)
+            result = checked(*args, **kwargs)
         except BeartypeCallHintViolation as violation:
             message = _describe(function, args, kwargs, violation)
+        else:
+            message = _broken_formula(function, args, kwargs, formulas) if formulas else ""
+            if not message:
+                return result
         raise ShapeError(message) from None
 
     return wrapper
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """A word of a signature that follows from others of it, and where their sizes stand."""
+
+    word: str
+    text: str
+    places: dict[str, tuple[str, int | None, int | None]]  # word -> (parameter, item of a tuple, axis; None: an int)
+
+
+def _formulas_of(function: Any) -> list[_Formula]:
+    """The formulas of the glossary whose words all stand in the signature, as axes or as ints."""
+    places = _places_of(function)
+    expanded = {word: _expand(WORDS[word].formula, places) for word in places if WORDS[word].formula}
+    needed = {word: {word, *_compile_expression(text)[1]} for word, text in expanded.items()}
+    return [
+        _Formula(word, text, {name: places[name] for name in needed[word]})
+        for word, text in expanded.items()
+        if needed[word] <= places.keys()
+    ]
+
+
+def _places_of(function: Any) -> dict[str, tuple[str, int | None, int | None]]:
+    """Where each glossary word of a stand-in's signature first stands; its last parameter is the result, if any."""
+    signature = inspect.signature(function)
+    hints = [(name, parameter.annotation) for name, parameter in signature.parameters.items()]
+    if hints and hints[-1][1] is Any:
+        hints[-1] = (hints[-1][0], signature.return_annotation)
+    places: dict[str, tuple[str, int | None, int | None]] = {}
+    for name, hint in hints:
+        if hint is int and name in WORDS:
+            places.setdefault(name, (name, None, None))
+        items = get_args(hint) if get_origin(hint) is tuple else [hint]
+        for item, tensor in enumerate(items):
+            for axis, word in enumerate(getattr(tensor, "dim_str", "").split()):
+                if word in WORDS:
+                    places.setdefault(word, (name, item if len(items) > 1 else None, axis))
+    return places
+
+
+def _expand(formula: str, known: Container[str]) -> str:
+    """The formula with each word that is not known replaced by its own formula."""
+
+    def replace(match: re.Match[str]) -> str:
+        word = match[0]
+        return f"({_expand(WORDS[word].formula, known)})" if word not in known and WORDS[word].formula else word
+
+    return re.sub(r"[a-zA-Z_]\w*", replace, formula)
+
+
+def _broken_formula(function: Any, args: tuple, kwargs: dict, formulas: list[_Formula]) -> str:
+    """The first word whose size is not what its formula gives, as a message; "" where all agree."""
+    given = dict(zip(function.__code__.co_varnames, args, strict=False)) | kwargs
+    for formula in formulas:
+        if any(name not in given for name, _, _ in formula.places.values()):
+            continue  # an int that was left to its default
+        sizes = {word: _size_at(given, place) for word, place in formula.places.items()}
+        expected = evaluate(formula.text, sizes)
+        if expected != sizes[formula.word]:
+            others = ", ".join(f"{word}={size}" for word, size in sizes.items() if word != formula.word)
+            name = f"{function.__module__}.{function.__qualname__}"
+            return (
+                f"{name}: {formula.word} is {sizes[formula.word]}, expected {formula.text} = {expected}, where {others}"
+            )
+    return ""
+
+
+def _size_at(given: Mapping[str, Any], place: tuple[str, int | None, int | None]) -> int:
+    name, item, axis = place
+    value = given[name] if item is None else given[name][item]
+    return value if axis is None else value.shape[axis]
 
 
 def _describe(function: Any, args: tuple, kwargs: dict, violation: BeartypeCallHintViolation) -> str:
@@ -193,13 +271,37 @@ def _show(value: Any) -> str:
 
 @contextlib.contextmanager
 def checking(enabled: bool) -> Iterator[None]:
-    """Switch the shape checks on or off for a block, through jaxtyping's own flag (0.4 us a call when off).
+    """Switch the shape checks on or off for a block, through jaxtyping's own flag.
 
-    The flag belongs to the whole process; it is restored when the block ends.
+    The flag belongs to the whole process. Of several blocks that are open at once, in any threads, the one opened last
+    decides; when all are closed, the flag is what it was before the first.
     """
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", not enabled)
+    switch = _Switch(enabled)
+    with _switch_lock:
+        if not _open_switches:
+            _Switch.outside = not jaxtyping.config.jaxtyping_disable
+        _open_switches.append(switch)
+        _set_flag()
     try:
         yield
     finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
+        with _switch_lock:
+            _open_switches.remove(switch)
+            _set_flag()
+
+
+@dataclass(eq=False)
+class _Switch:
+    """One open `checking` block."""
+
+    enabled: bool
+    outside: ClassVar[bool] = True  # whether checks are on outside all blocks
+
+
+_open_switches: list[_Switch] = []
+_switch_lock = threading.Lock()
+
+
+def _set_flag() -> None:
+    enabled = _open_switches[-1].enabled if _open_switches else _Switch.outside
+    jaxtyping.config.update("jaxtyping_disable", not enabled)

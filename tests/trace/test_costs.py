@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tinyllm import SamplingParams
 from tinyllm.batch import build_batch
 from tinyllm.config import CacheConfig, ModelConfig
 from tinyllm.kv_cache import KVCache
 from tinyllm.layers.linear import Linear
 from tinyllm.model import Decoder
 from tinyllm.trace import Ledger, Recorder
-from tinyllm.trace.costs import COMPOSITES, KIND_LETTERS, PARTS, STAGES
-from tinyllm.trace.record import collect_operations
+from tinyllm.trace.collect import collect_operations
+from tinyllm.trace.costs import COMPOSITES, KIND_LETTERS, PARTS, STAGES, count
 
 SMOLLM2 = ModelConfig(
     hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152,
@@ -60,19 +61,61 @@ def test_attention_counts_its_causal_pairs(query_len, seq_len):
     pairs = sum(1 for query in range(query_len) for key in range(seq_len) if key <= seq_len - query_len + query)
     sizes = {"query_len": query_len, "seq_len": seq_len, "num_heads": 9, "head_dim": 64, "q_size": 576, "kv_size": 192}
     stage = STAGES["attend"]
-    assert stage.count_flops(sizes) == 4 * 9 * 64 * pairs
-    assert stage.count_bytes(sizes, 4) == (4 * (query_len * 576 + 2 * seq_len * 192), 4 * query_len * 576)
+    assert count(stage.flops or "", sizes) == 4 * 9 * 64 * pairs
+    assert count(stage.read, sizes | {"e": 4}) == 4 * (query_len * 576 + 2 * seq_len * 192)
+    assert count(stage.write, sizes | {"e": 2}) == 2 * query_len * 576
 
 
-def test_bytes_are_the_operands_moved_once(traced):
-    """For plain stages the formula equals the bytes of the recorded arguments and results."""
-    _, steps = traced
-    plain = {"Linear.forward", "add_residual", "silu_and_mul", "lm_head", "rms_norm", "attend", "apply_rope"}
-    for operation in (o for step in steps for o in step.operations if o.function in plain):
+# Stages that touch less, or other things, than their arguments: rows of a table, slots of the pool, whole blocks,
+# the config's frequencies, a list of pieces.
+SPECIAL = {"Embedding.forward", "write_kv", "gather_kv", "RotaryEmbedding.forward", "gather_rows", "lay_flat"}
+PLAIN = STAGES.keys() - SPECIAL - {name for name, stage in STAGES.items() if stage.kind == "view"}
+
+
+def random_step(tiny_llm, dtype: torch.dtype, tiny_model):
+    """The operations of a step of one greedy and one random request, so that every stage of the sampler runs."""
+    llm = tiny_llm(tiny_model("llama_gqa", "reference", dtype))
+    params = [SamplingParams(), SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=1)]
+    for request in llm.make_requests([[1, 2, 3], [4, 5]], params):
+        llm.engine.add_request(request)
+    with Recorder() as recorder:
+        llm.engine.step()
+    ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
+    ledger.check(recorder.calls)
+    return collect_operations(recorder.calls, ledger, ["A", "B"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_the_operands_moved_once(tiny_llm, tiny_model, dtype):
+    """For plain stages the formula equals the bytes of the recorded arguments and results, each in its own type."""
+    operations = [o for o in random_step(tiny_llm, dtype, tiny_model) if o.function in PLAIN]
+    assert {o.function for o in operations} == PLAIN
+    for operation in operations:
         assert operation.bytes_read == sum(operation.tensors[name].num_bytes for name in operation.inputs), (
             operation.path
         )
         assert operation.bytes_written == sum(operation.tensors[name].num_bytes for name in operation.outputs)
+
+
+def test_what_the_special_stages_move():
+    sizes = {"num_tokens": 3, "hidden_size": 8, "num_logits": 2, "kv_size": 6, "num_req_blocks": 2, "block_size": 4, "e": 4,
+             "half_dim": 5, "q_size": 7}  # fmt: skip
+    moved = {name: (count(STAGES[name].read, sizes), count(STAGES[name].write, sizes)) for name in SPECIAL}
+    assert moved == {
+        "Embedding.forward": (4 * 3 * 8 + 8 * 3, 4 * 3 * 8),  # the rows that are looked up, and the ids
+        "write_kv": (4 * 2 * 3 * 6 + 8 * 3, 4 * 2 * 3 * 6),
+        "gather_kv": (4 * 2 * 2 * 4 * 6 + 8 * 2, 4 * 2 * 2 * 4 * 6),  # whole blocks
+        "RotaryEmbedding.forward": (8 * 3 + 4 * 5, 4 * 2 * 3 * 5),
+        "gather_rows": (4 * 2 * 8 + 8 * 2, 4 * 2 * 8),
+        "lay_flat": (4 * 3 * 7, 4 * 3 * 7),
+    }
+
+
+def test_the_sampler_s_flops(tiny_llm, tiny_model):
+    flops = {o.function: o.flops for o in random_step(tiny_llm, torch.float32, tiny_model)}
+    scores = 2 * 256
+    assert [flops[f"apply_{name}"] for name in ("temperature", "min_p", "top_k_top_p")] == [scores, 2 * scores, None]
+    assert [flops[name] for name in ("gumbel_noise", "add_noise", "sample")] == [None, scores, scores]
 
 
 def test_bfloat16_halves_the_bytes_of_a_linear():
@@ -88,10 +131,9 @@ def test_bfloat16_halves_the_bytes_of_a_linear():
 
 
 def test_an_unknown_cost_is_none_and_never_zero():
-    sizes = {"num_logits": 1, "vocab_size": 10}
-    assert STAGES["apply_top_k_top_p"].count_flops(sizes) is None
+    assert STAGES["apply_top_k_top_p"].flops is None
     with pytest.raises(KeyError, match="has a word without a size"):
-        STAGES["rms_norm"].count_flops(sizes)
+        count(STAGES["rms_norm"].flops or "", {"num_logits": 1, "vocab_size": 10})
 
 
 def test_every_kind_has_a_letter_of_its_own():

@@ -4,9 +4,11 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 import tinyllm
 from tinyllm import SamplingParams
+from tinyllm.kv_cache import gather_kv
 from tinyllm.trace import Ledger, LedgerError, Recorder, dims, recorder
 
 PACKAGE = Path(tinyllm.__file__).parent
@@ -59,6 +61,17 @@ def test_another_config_does_not(tiny_llm):
     with pytest.raises(LedgerError, match="num_kv_heads is 2, but 4 in the config") as error:
         wrong.check(steps[0])
     assert "\n" not in str(error.value)
+
+
+def test_a_word_is_compared_with_its_formula():
+    """No annotation is false here, only the sizes: two blocks for three tokens."""
+    ledger = Ledger({"block_size": 4, "head_dim": 6, "num_kv_heads": 2})
+    with Recorder() as trace:
+        gather_kv(torch.zeros(2, 5, 4, 2, 6), torch.tensor([1, 2]), 3)
+    with pytest.raises(
+        LedgerError, match=r"num_req_blocks is 2, but 1 by its formula \(seq_len\+block_size-1\)/block_size"
+    ):
+        ledger.check(trace.calls)
 
 
 def annotations() -> list[tuple[str, int, int, str]]:

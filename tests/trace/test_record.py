@@ -8,8 +8,9 @@ import pytest
 
 import tinyllm.trace
 from tinyllm.shapes import WORDS, evaluate
-from tinyllm.trace.record import step_to_json, to_symbol
+from tinyllm.trace.record import to_symbol
 from tinyllm.trace.session import request_label
+from tinyllm.trace.to_json import step_to_json
 
 SCHEMA = json.loads((Path(tinyllm.trace.__file__).parent / "schema.json").read_text())
 
@@ -81,13 +82,33 @@ def test_the_batch_s_invariants(traced):
         assert batch["logits_indices"] == [end - 1 for end in batch["cu_seqlens_q"][1:]]
 
 
-def test_equal_layers_refer_to_the_first(traced):
+def test_equal_layers_refer_to_the_first_and_nothing_else_does(traced):
     _, steps = traced
-    operations = step_to_json(steps[0])["ops"]
-    layer_1 = [o for o in operations if o["layer"] == 1]
-    assert {o["same_as"] for o in layer_1} >= {"layers.0.self_attn.qkv_proj", "layers.0.mlp.down_proj"}
-    for operation in layer_1:
-        assert (operation["same_as"] is None) == bool(operation["in"] or operation["out"]), operation["path"]
+    for step in steps:
+        operations = step_to_json(step)["ops"]
+        names = [" ".join(filter(None, (o["path"], o["op"], o["request"]))) for o in operations]
+        assert len(set(names)) == len(names), "a row has a name of its own"
+        for name, operation in zip(names, operations, strict=True):
+            if operation["layer"] == 1 and "input_layernorm.add_residual" not in name:
+                assert operation["same_as"] == name.replace("layers.1.", "layers.0.")
+                assert not operation["in"] and not operation["out"]
+            else:
+                assert operation["same_as"] is None and operation["in"] + operation["out"], name
+
+
+def test_the_json_of_requests_blocks_and_samples(traced):
+    _, steps = traced
+    records = [step_to_json(step) for step in steps]
+    # Block size 2: five tokens of A and then three of B; each block is named by the step that takes it.
+    assert [record["kv"]["allocated"] for record in records] == [
+        {"A": [1, 2]}, {"A": [3], "B": [4, 5]}, {}, {"A": [6], "B": [7]}]  # fmt: skip
+    assert [record["kv"]["blocks_used"] for record in records] == [2, 5, 5, 7]
+    assert [[s["kept"] for s in record["sampling"]] for record in records] == [[False], *[[True, True]] * 3]
+    chunk = records[0]["sampling"][0]
+    assert (chunk["chosen"], chunk["text"]) == (None, None) and chunk["candidates"]
+    assert [r["state"] for r in records[2]["requests"]] == ["running"] * 2
+    assert [r["state"] for r in records[3]["requests"]] == ["finished"] * 2
+    assert [s["finish_reason"] for s in records[3]["sampling"]] == ["length"] * 2
 
 
 def test_phases_name_what_the_requests_do(traced):

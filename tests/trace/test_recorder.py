@@ -101,15 +101,11 @@ def test_no_tensor_outlives_the_block_because_of_the_trace():
 
 
 def test_an_argument_is_read_before_its_name_means_something_else(monkeypatch, tmp_path):
-    source = tmp_path / "batch.py"
-    source.write_text(
-        "from jaxtyping import Float\nfrom torch import Tensor\n"
-        'def turn(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "hidden_size num_tokens"]:\n'
-        "    x = x.T\n    return x\n"
-    )
-    monkeypatch.setattr("tinyllm.trace.recorder.PACKAGE", tmp_path)
-    scope: dict = {}
-    exec(compile(source.read_text(), str(source), "exec"), scope)
+    scope = write_module(tmp_path, monkeypatch, """
+def turn(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "hidden_size num_tokens"]:
+    x = x.T
+    return x
+""")  # fmt: skip
     with Recorder() as recorder:
         scope["turn"](torch.zeros(2, 5))
     x = recorder.calls[0].value("x")
@@ -181,3 +177,50 @@ def test_an_interpreter_that_hides_frames_is_refused_in_one_line(monkeypatch):
     with pytest.raises(TraceError, match=r"does not show a frame's names at its return; use CPython 3\.11") as error:
         self_test()
     assert "\n" not in str(error.value)
+
+
+def write_module(tmp_path, monkeypatch, body: str) -> dict:
+    """A module that the recorder takes for tinyllm/batch.py."""
+    source = tmp_path / "batch.py"
+    source.write_text("import torch\nfrom jaxtyping import Float\nfrom torch import Tensor\n" + body)
+    monkeypatch.setattr("tinyllm.trace.recorder.PACKAGE", tmp_path)
+    scope: dict = {}
+    exec(compile(source.read_text(), str(source), "exec"), scope)
+    return scope
+
+
+def test_a_name_takes_a_call_s_words_only_where_it_is_that_call_s_result(tmp_path, monkeypatch):
+    """The memory of a dead result is given to the next tensor: the same identity, another thing."""
+    scope = write_module(tmp_path, monkeypatch, """
+def f(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "num_tokens hidden_size"]:
+    return x + 1
+
+
+def g(x: Float[Tensor, "num_tokens hidden_size"]) -> None:
+    same = f(x)
+    h = f(x).T.contiguous() * 2
+    z = h + 1
+    w = z + 1
+    del same
+""")  # fmt: skip
+    for _ in range(20):
+        with Recorder() as recorder:
+            scope["g"](torch.zeros(3, 3))
+        words = {value.name: value.words for value in recorder.calls[0].values}
+        assert (words["h"], words["z"], words["w"]) == (None, None, None)
+
+
+def test_generators_have_no_rows(tmp_path, monkeypatch):
+    scope = write_module(tmp_path, monkeypatch, "def rows(x):\n    for row in x:\n        yield row\n")
+    with Recorder() as recorder:
+        list(scope["rows"](torch.zeros(2, 3)))
+    assert recorder.calls == []
+
+
+def test_a_batch_is_not_kept_alive_by_its_trace(tiny_llm):
+    llm = tiny_llm("llama_gqa")
+    llm.engine.add_request(llm.make_requests([[9, 8, 7]])[0])
+    with Recorder() as recorder:
+        batch = weakref.ref(llm.engine.step().batch)
+    gc.collect()
+    assert batch() is None and recorder.calls

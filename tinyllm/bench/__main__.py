@@ -18,7 +18,7 @@ from tinyllm.llm import LLM
 from tinyllm.request import SamplingParams
 from tinyllm.shapes import checking
 from tinyllm.trace import Ledger, Recorder
-from tinyllm.trace.record import collect_operations
+from tinyllm.trace.collect import collect_operations
 from tinyllm.weights.load import LoadedModel, build_decoder, load_model
 
 PROMPTS = ["The capital of France is", "Water boils at 100 degrees"]

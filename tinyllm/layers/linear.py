@@ -8,7 +8,7 @@ from tinyllm.shapes import ShapeError
 
 
 class Linear(nn.Module):
-    """``y = x W^T`` without bias. The weight is stored [out_size in_size], as checkpoints have it."""
+    """``y = x W^T`` without bias. The weight is stored with one row per output, as checkpoints have it."""
 
     def __init__(self, in_size: int, out_size: int):
         super().__init__()
@@ -18,7 +18,5 @@ class Linear(nn.Module):
         """Multiply each row by the weight: 2 * num_tokens * in_size * out_size FLOPs."""
         weight: Float[Tensor, "out_size in_size"] = self.weight
         if x.shape[-1] != weight.shape[-1]:  # the checks hold arguments against each other, but not against self
-            raise ShapeError(
-                f"Linear: x is {tuple(x.shape)}, expected [num_tokens in_size] with in_size={weight.shape[-1]}"
-            )
+            raise ShapeError(f"Linear: in_size of x {tuple(x.shape)} is {x.shape[-1]}, expected {weight.shape[-1]}")
         return nn.functional.linear(x, weight)

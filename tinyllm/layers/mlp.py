@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from tinyllm.config import ModelConfig
 from tinyllm.layers.linear import Linear
-from tinyllm.shapes import ShapeError
 
 
 def silu_and_mul(
@@ -17,8 +16,6 @@ def silu_and_mul(
     >>> silu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]]))
     tensor([[  0., 200.]])
     """
-    if gate_up.shape[-1] % 2:  # chunk would cut it unevenly, and a half of one column would even broadcast
-        raise ShapeError(f"silu_and_mul: gate_up_size is {gate_up.shape[-1]}, expected an even number: gate and up")
     gate: Float[Tensor, "num_tokens intermediate_size"]
     up: Float[Tensor, "num_tokens intermediate_size"]
     gate, up = gate_up.chunk(2, dim=-1)

@@ -32,7 +32,7 @@ def rope_divisors(inv_freq: Float[Tensor, " half_dim"], scaling: RopeScaling | N
 class RotaryEmbedding(nn.Module):
     """Angles for the positions of a step; all layers share them.
 
-    vLLM and Hugging Face keep a table [max_positions, head_dim] or compute the angles as here; the numbers are the same.
+    vLLM looks them up in a table with a row for each position; computing them takes no memory and is as exact.
     """
 
     def __init__(self, config: ModelConfig):

@@ -13,10 +13,10 @@ from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top
 def sample(
     logits: Float[Tensor, "num_logits vocab_size"], sampling: SamplingBatch
 ) -> tuple[Int[Tensor, " num_logits"], Bool[Tensor, " num_logits"]]:
-    """Return (token id, whether it is valid) of each row; a row of NaN or of nothing but -inf is not.
+    """Return (token id, whether it is valid) of each row; a row with NaN or +inf, or of nothing but -inf, is not.
 
     A greedy row takes the largest logit, the lowest id among equals; any other one draws from the softmax of its
-    processed logits. All arithmetic is in float32, and the caller's logits stay as they are.
+    processed logits. All arithmetic is in float32 or wider, and the caller's logits stay as they are.
     """
     float_logits: Float[Tensor, "num_logits vocab_size"] = logits.float()
     scores: Float[Tensor, "num_logits vocab_size"]
@@ -30,11 +30,20 @@ def sample(
 def draw_scores(
     logits: Float[Tensor, "num_logits vocab_size"], sampling: SamplingBatch
 ) -> Float[Tensor, "num_logits vocab_size"]:
-    """Processed logits plus Gumbel noise, whose argmax is the draw; a greedy row gets no noise."""
+    """Processed logits plus Gumbel noise, whose argmax is the draw."""
     processed: Float[Tensor, "num_logits vocab_size"] = process(logits, sampling)
     noise: Float[Tensor, "num_logits vocab_size"] = gumbel_noise(sampling.seeds, sampling.positions, logits.shape[-1])
-    is_greedy: Bool[Tensor, "num_logits 1"] = (sampling.temperature == 0)[:, None]
-    return processed + noise.masked_fill(is_greedy, 0.0)
+    return add_noise(processed, noise, sampling.temperature)
+
+
+def add_noise(
+    logits: Float[Tensor, "num_logits vocab_size"],
+    noise: Float[Tensor, "num_logits vocab_size"],
+    temperature: Float[Tensor, " num_logits"],
+) -> Float[Tensor, "num_logits vocab_size"]:
+    """Logits plus noise, but for greedy rows (temperature 0), which get none."""
+    is_greedy: Bool[Tensor, "num_logits 1"] = (temperature == 0)[:, None]
+    return logits + noise.masked_fill(is_greedy, 0.0)
 
 
 def process(

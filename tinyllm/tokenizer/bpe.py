@@ -8,7 +8,6 @@ Sources: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Su
 instead of characters: Radford et al. 2019 (GPT-2).
 """
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -16,7 +15,7 @@ from itertools import pairwise
 
 import regex
 
-from tinyllm.errors import TokenizerError
+from tinyllm.errors import TokenizerError, brief
 from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR, unspell_bytes
 from tinyllm.tokenizer.pretokenize import check_pre_tokenizer, split_words
 
@@ -69,7 +68,7 @@ class Tokenizer:
         self.special_tokens = _pick_tokens(special_tokens, token_ids)
         self.added_tokens = _pick_tokens(added_tokens, token_ids)
         if both := self.special_tokens.keys() & self.added_tokens.keys():
-            raise TokenizerError(f"token {_show(min(both))} is both special and added; expected one of the two")
+            raise TokenizerError(f"token {brief(min(both))} is both special and added; expected one of the two")
         self._special_ids = frozenset(self.special_tokens.values())
         self._literal_ids = {**self.special_tokens, **self.added_tokens}
         self._token_bytes = [_bytes_of(token, token in self._literal_ids) for token in tokens]
@@ -133,11 +132,11 @@ class Tokenizer:
         """The bytes of one token. Raises TokenizerError for an id that is no int of this vocabulary."""
         if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise TokenizerError(
-                f"token id {_show(token_id)} is of type {type(token_id).__name__}; expected an int (a tensor's tolist())"
+                f"token id {brief(token_id)} is of type {type(token_id).__name__}; expected an int (a tensor's tolist())"
             )
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
-                f"token id {_show(token_id)} is outside the vocabulary; expected 0 to {self.vocab_size - 1}"
+                f"token id {brief(token_id)} is outside the vocabulary; expected 0 to {self.vocab_size - 1}"
             )
         return self._token_bytes[token_id]
 
@@ -202,7 +201,7 @@ def _number_tokens(tokens: Sequence[str]) -> dict[str, int]:
     if len(token_ids) != len(tokens):
         first_id, token = next((i, token) for i, token in enumerate(tokens) if token_ids[token] != i)
         raise TokenizerError(
-            f"token {_show(token)} is listed twice, as {first_id} and {token_ids[token]}; expected one id each"
+            f"token {brief(token)} is listed twice, as {first_id} and {token_ids[token]}; expected one id each"
         )
     return token_ids
 
@@ -211,7 +210,7 @@ def _pick_tokens(texts: Iterable[str], token_ids: Mapping[str, int]) -> dict[str
     picked = {}
     for text in texts:
         if text == "" or text not in token_ids:
-            raise TokenizerError(f"special or added token {_show(text)} is empty or not in the vocabulary")
+            raise TokenizerError(f"special or added token {brief(text)} is empty or not in the vocabulary")
         picked[text] = token_ids[text]
     return picked
 
@@ -227,7 +226,7 @@ def _rank_merges(
             merged_ids.append(ordinary[left + right])
         except KeyError as error:
             raise TokenizerError(
-                f"merge {rank} ({_show(left)} + {_show(right)}) needs {_show(error.args[0])}, which is no ordinary token"
+                f"merge {rank} ({brief(left)} + {brief(right)}) needs {brief(error.args[0])}, which is no ordinary token"
             ) from None
         ranks.setdefault(pair, rank)
     return ranks, merged_ids
@@ -237,7 +236,7 @@ def _bytes_of(token: str, is_literal: bool) -> bytes:
     try:
         return token.encode("utf-8", "surrogateescape") if is_literal else unspell_bytes(token)
     except UnicodeEncodeError:
-        raise TokenizerError(f"token {_show(token)} holds a surrogate; expected text or escaped bytes") from None
+        raise TokenizerError(f"token {brief(token)} holds a surrogate; expected text or escaped bytes") from None
 
 
 def _compile_literals(texts: Iterable[str]) -> regex.Pattern[str] | None:
@@ -261,11 +260,3 @@ def _check_text(text: str) -> None:
 def _escape(char: str) -> str:
     short = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
     return short.get(char) or (f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}")
-
-
-def _show(value: object) -> str:
-    """`repr` in one short line."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python refuses to print an int of more than 4300 digits
-        return "(too long to print)"

@@ -11,14 +11,17 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.console import Parser, progress
-from tinyllm.errors import ConfigError, RequestError
+from tinyllm.errors import ConfigError, ModelFileError, RequestError, brief
 from tinyllm.layers.attention.backends import BACKENDS
 from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM
 from tinyllm.request import Request, SamplingParams
-from tinyllm.trace.record import SCHEMA_ID, StepRecord, step_to_json, to_symbol
+from tinyllm.trace.record import StepRecord, to_symbol
+from tinyllm.trace.recorder import self_test
 from tinyllm.trace.session import request_label, trace_steps
-from tinyllm.trace.terminal import Options, render_header, render_prompts, render_step
+from tinyllm.trace.terminal import WIDTH, Options, render_completions, render_header, render_prompts, render_step
+from tinyllm.trace.to_json import SCHEMA_ID, step_to_json
 from tinyllm.weights.load import DTYPES, LoadedModel, load_model
 
 EXAMPLES = """examples:
@@ -28,14 +31,14 @@ EXAMPLES = """examples:
   python -m tinyllm.trace "Hello" --full --layers 0,29 --json trace.jsonl
 """
 
-STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "blue", "V": "dim"}  # by kind letter
+STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "blue"}  # by kind letter
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(prog: str) -> argparse.ArgumentParser:
     """The options of the trace command."""
     parser = Parser(
-        prog="python -m tinyllm.trace",
-        description="Print every dimension change of every step that turns a prompt into tokens.",
+        prog=prog,
+        description="Print every dimension change of every step that turns a prompt into tokens, 100 columns wide.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -78,21 +81,26 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         raise argparse.ArgumentTypeError(f"{text!r}; expected numbers such as 0,29, or all") from None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace") -> None:
     """Run the command; raises TinyllmError for what the user can mend."""
-    args = make_parser().parse_args(argv)
+    args = make_parser(prog).parse_args(argv)
     params = SamplingParams(
         temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
     )
+    self_test()
     if "" in args.prompts:
         raise RequestError("the prompt is empty; expected at least one character")
+    CacheConfig(args.block_size)
+    SchedulerConfig(1, args.max_num_batched_tokens, 1)
+    _check_json(args.json)
+    progress("loading the model ...")
+    loaded = load_model(args.model, args.dtype, args.attention)
+    options = Options(_check_layers(args.layers, loaded.config.num_layers), args.full)
+    llm, requests = _prepare(loaded, args, params)
     with _open_json(args.json) as json_file:
-        progress("loading the model ...")
-        loaded = load_model(args.model, args.dtype, args.attention)
-        options = Options(_check_layers(args.layers, loaded.config.num_layers), args.full)
-        llm, requests = _prepare(loaded, args, params)
-        output = Output(json_file, is_text=args.json != "-")
-        _trace(llm, requests, args, options, output)
+        _trace(llm, requests, args, options, Output(json_file, is_text=args.json != "-"))
+    if any(request.finish_reason == "error" for request in requests):
+        raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
 
 
 def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -130,6 +138,7 @@ def make_console() -> Console:
     is_terminal = sys.stdout.isatty()
     return Console(
         file=sys.stdout, markup=False, emoji=False, highlight=False,
+        width=WIDTH,  # lines are never wrapped; but a width of 0 from the environment would swallow them
         force_terminal=is_terminal, color_system="auto" if is_terminal else None,
     )  # fmt: skip
 
@@ -145,7 +154,13 @@ class Output:
     def lines(self, lines: Iterator[str]) -> None:
         """Print trace lines, coloured by kind at a terminal; never wrapped, never cut to the window, never markup."""
         for line in lines if self.is_text else ():
-            self.console.print(Text(line, STYLES.get(line[:1], "")), soft_wrap=True, crop=False, overflow="ignore")
+            style = STYLES.get(line[:1], "") if self.is_row(line) else ""
+            self.console.print(Text(line, style), soft_wrap=True, crop=False, overflow="ignore")
+
+    @staticmethod
+    def is_row(line: str) -> bool:
+        """Whether a line begins with a kind letter, and is not the answer of a request of that name."""
+        return line[:1] in STYLES and ": " not in line[:20]
 
     def record(self, record: dict[str, Any]) -> None:
         """Write one JSON line."""
@@ -166,10 +181,7 @@ def _trace(llm: LLM, requests: list[Request], args: argparse.Namespace, options:
         steps = [step]
     completions = [llm.completion(request) for request in requests]
     output.lines(iter([""]))
-    output.lines(
-        f"{request_label(i)} {completion.finish_reason}: {json.dumps(completion.text, ensure_ascii=False)}"
-        for i, completion in enumerate(completions)
-    )
+    output.lines(render_completions((request_label(i), c.finish_reason, c.text) for i, c in enumerate(completions)))
     output.record({"schema": SCHEMA_ID, "type": "footer", "num_steps": steps[-1].index + 1 if steps else 0,
                    "completions": [{"id": request_label(i), "text": c.text, "token_ids": list(c.token_ids),
                                     "finish_reason": c.finish_reason, "seed": c.seed}
@@ -212,15 +224,18 @@ def _encoded(llm: LLM, requests: list[Request], args: argparse.Namespace) -> Ite
         yield request_label(i), text, [*begin, *pieces]
 
 
-@contextlib.contextmanager
-def _open_json(path: str | None) -> Iterator[TextIO | None]:
-    """Open the output before the model is loaded, so that an unwritable path costs nobody a wait."""
+def _check_json(path: str | None) -> None:
+    """Refuse an unwritable path before the model is loaded; a file that is there stays whole until records come."""
     if path is None or path == "-":
-        yield None if path is None else sys.stdout
         return
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (the with below closes it)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; give --json a writable file") from None
-    with file:
-        yield file
+        open(path, "a", encoding="utf-8").close()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot write {brief(path)}: {reason}; give --json a writable file") from None
+
+
+def _open_json(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
+    if path is None or path == "-":
+        return contextlib.nullcontext(None if path is None else sys.stdout)
+    return open(path, "w", encoding="utf-8")

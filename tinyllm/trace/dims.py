@@ -24,6 +24,7 @@ class FunctionSpec:
     locals: Mapping[str, Words]
     results: tuple[Words | None, ...]  # one entry, or one per item of a tuple
     assigned_lines: Mapping[str, int]
+    call_lines: Mapping[str, range]  # of the names that are assigned a call's results and nothing else
     rebound_arguments: frozenset[str]
     source_lines: tuple[str, ...] = field(repr=False, default=())
 
@@ -78,6 +79,7 @@ def _read_function(
         locals=_annotated_names(node),
         results=_result_words(node.returns),
         assigned_lines=assigned,
+        call_lines=_call_lines(node),
         rebound_arguments=frozenset(arguments.keys() & assigned.keys()),
         source_lines=lines,
     )
@@ -122,6 +124,16 @@ def _assigned_lines(function: ast.FunctionDef) -> dict[str, int]:
     for node in _own_nodes(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             lines[node.id] = max(lines.get(node.id, 0), node.lineno)
+    return lines
+
+
+def _call_lines(function: ast.FunctionDef) -> dict[str, range]:
+    """name -> the lines of the last ``name = f(...)`` or ``name, other = f(...)``."""
+    lines: dict[str, range] = {}
+    for node in _own_nodes(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            names = [name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)]
+            lines.update(dict.fromkeys(names, range(node.lineno, (node.end_lineno or node.lineno) + 1)))
     return lines
 
 

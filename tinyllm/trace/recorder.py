@@ -18,6 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from tinyllm.errors import TinyllmError
 from tinyllm.shapes import WORDS, checking
 from tinyllm.trace.dims import FunctionSpec, Words, field_words, function_specs
 
@@ -86,7 +87,7 @@ class Call:
         return [*rows, *pending, *(value for value in self.values if value.role == "result")]
 
 
-class TraceError(RuntimeError):
+class TraceError(TinyllmError):
     """This interpreter does not hand frames over as the recorder needs them."""
 
 
@@ -151,12 +152,13 @@ class Recorder:
     def _read_locals(self, call: Call, values: dict[str, Any]) -> None:
         spec = call.spec
         for name, value in values.items():
-            if name in spec.rebound_arguments:
+            if name == "self" or name in spec.rebound_arguments:
                 continue
             if name in spec.arguments:
                 self._read(call, name, value, "argument", spec.arguments[name])
             else:
-                self._read(call, name, value, "local", spec.locals.get(name) or _inherited_words(call, value))
+                words = spec.locals.get(name) or _inherited_words(call, spec.call_lines.get(name), value)
+                self._read(call, name, value, "local", words)
 
     def _read_result(self, call: Call, result: Any) -> None:
         words = call.spec.results
@@ -219,15 +221,11 @@ def _is_frame_of(frame: FrameType, spec: FunctionSpec) -> bool:
     )
 
 
-def _inherited_words(call: Call, value: Any) -> Words | None:
-    """``a, b = f(x)`` cannot carry annotations: the names take the words of f's results, told by identity."""
-    for child in reversed(call.children):
+def _inherited_words(call: Call, lines: range | None, value: Any) -> Words | None:
+    """``a, b = f(x)`` cannot carry annotations: the names take the words of f's results, told by identity and line."""
+    for child in call.children if lines else ():
         for result in child.values:
-            if (
-                result.role == "result"
-                and result.identity == id(value)
-                and result.sizes == tuple(getattr(value, "shape", ()))
-            ):
+            if child.line in (lines or ()) and result.role == "result" and result.identity == id(value):
                 return result.words
     return None
 

@@ -1,5 +1,6 @@
 """Drive an engine step by step under the recorder and make a record of each step."""
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +10,9 @@ from tinyllm.engine import StepOutput
 from tinyllm.llm import LLM
 from tinyllm.request import Request
 from tinyllm.scheduler import ScheduledRequest
+from tinyllm.trace.collect import collect_operations
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.record import Candidate, RequestRecord, StepRecord, TensorRecord, collect_operations
+from tinyllm.trace.record import Candidate, RequestRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Call, Recorder
 
 NUM_CANDIDATES = 4
@@ -18,21 +20,20 @@ BATCH_FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_tab
 
 
 def trace_steps(llm: LLM, requests: Sequence[Request]) -> Iterator[StepRecord]:
-    """Queue the requests and run them to their end; yield one checked record a step.
+    """Run the requests to their end; yield one checked record a step. Whoever stops listening gives them up.
 
-    Raises LedgerError where a dimension word has two sizes: then an annotation is false.
+    Raises RequestError before anything runs, and LedgerError where a dimension word has two sizes: then an annotation
+    is false.
     """
     labels = {request.request_id: request_label(i) for i, request in enumerate(requests)}
-    for request in requests:
-        llm.engine.add_request(request)
-    index = 0
-    while llm.engine.has_unfinished_requests:
+    steps = llm.run(requests)
+    for index in itertools.count():
         start = time.perf_counter()
         with Recorder() as recorder:
-            output = llm.engine.step()
-        wall_ms = 1000 * (time.perf_counter() - start)
-        yield _record(llm, index, recorder, output, labels, wall_ms)
-        index += 1
+            output = next(steps, None)
+        if output is None:
+            return
+        yield _record(llm, index, recorder, output, labels, 1000 * (time.perf_counter() - start))
 
 
 def request_label(index: int) -> str:
@@ -46,7 +47,7 @@ def request_label(index: int) -> str:
 
 
 def _record(
-    llm: LLM, index: int, recorder: Recorder, output: StepOutput, labels: dict[str, str], wall_ms: float
+    llm: LLM, index: int, recorder: Recorder, output: StepOutput, labels: dict[str, str], traced_ms: float
 ) -> StepRecord:
     ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
     ledger.check(recorder.calls)
@@ -71,7 +72,7 @@ def _record(
         dims=ledger.sizes,
         operations=collect_operations(recorder.calls, ledger, batch_labels),
         num_compared=ledger.num_compared,
-        wall_ms=wall_ms,
+        traced_ms=traced_ms,
         kv_bytes_per_token=llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots,
     )
 

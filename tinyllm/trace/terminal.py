@@ -31,7 +31,7 @@ class Options:
 def render_header(titles: Sequence[str], dims: Mapping[str, int]) -> Iterator[str]:
     """The first lines: the model and its pool, the legend of dimensions, columns and kinds."""
     for title in titles:
-        yield _cut(title, WIDTH)
+        yield _cut(_printable(title), WIDTH)
     legend = [f"{to_symbol(word)}={size} {word}" for word, size in dims.items() if to_symbol(word).isidentifier()]
     yield from _flow("dims   ", legend)
     step_words = [f"{word.symbol} {word.name}" for word in WORDS.values() if word.scope in ("step", "request")]
@@ -42,7 +42,7 @@ def render_header(titles: Sequence[str], dims: Mapping[str, int]) -> Iterator[st
 
 
 def render_step(step: StepRecord, previous: StepRecord | None, options: Options) -> Iterator[str]:
-    """All lines of one step; after a step of the same kind only what differs, unless options.full."""
+    """All lines of one step; after another step only the rows that differ from it, unless options.full."""
     head = f"== STEP {step.index}  {step.phase.upper()}  R={len(step.requests)} " + _plural(
         len(step.requests), "request"
     )
@@ -74,8 +74,16 @@ def render_prompts(prompts: Iterable[tuple[str, str, Sequence[Sequence[str]]]]) 
     """One row a prompt (label, text, its words' token pieces): bytes -> words -> ids."""
     for label, text, words in prompts:
         pieces = [piece for word in words for piece in word]
-        size = f"{len(text.encode())} bytes -> {len(words)} {_plural(len(words), 'word')} -> [{len(pieces)}]"
-        yield _host(f"bpe {label}", size, _show_pieces(pieces))
+        num_bytes, num_words = len(text.encode()), len(words)
+        counts = f"{num_words} {_plural(num_words, 'word')} -> [{len(pieces)}]"
+        forms = (f"{num_bytes} {_plural(num_bytes, 'byte')} -> {counts}", f"{num_bytes}B -> {counts}", counts)
+        yield _host(f"bpe {label}", _first_that_fits(forms, SYMBOLIC - 1), _show_pieces(pieces))
+
+
+def render_completions(completions: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+    """One line a request: (label, finish reason, text)."""
+    for label, finish_reason, text in completions:
+        yield _cut(f"{label} {finish_reason}: {_quote(text)}", WIDTH)
 
 
 def _host_rows(step: StepRecord) -> Iterator[str]:
@@ -85,20 +93,18 @@ def _host_rows(step: StepRecord) -> Iterator[str]:
     yield _host("schedule", moved, budget + (f", {step.num_waiting} waiting" if step.num_waiting else ""))
     for label in step.preempted:
         yield _host("preempt", label, "all its blocks freed; it is recomputed later")
-    lens = "+".join(f"[{r.query_len}]" for r in requests)
+    lens = ["+".join(f"[{r.query_len}]" for r in requests), f"{len(requests)} requests"]
     spans = "  ".join(f"{r.label} {_span(r.num_computed_tokens, r.seq_len)}" for r in requests)
-    yield _tensor_row(step, "token_ids", f"{lens} -> ", _list(step.batch_values["token_ids"]))
-    yield _tensor_row(step, "positions", "", spans)
-    yield _tensor_row(step, "cu_seqlens_q", "", _list(step.batch_values["cu_seqlens_q"]) + "  rows of each request")
-    yield _tensor_row(step, "seq_lens", "", _list(step.batch_values["seq_lens"]) + "  keys each request may read")
+    yield _tensor_row(step, "token_ids", _list(step.batch_values["token_ids"]), [f"{form} -> " for form in lens])
+    yield _tensor_row(step, "positions", spans)
+    yield _tensor_row(step, "cu_seqlens_q", _list(step.batch_values["cu_seqlens_q"]) + "  rows of each request")
+    yield _tensor_row(step, "seq_lens", _list(step.batch_values["seq_lens"]) + "  keys each request may read")
     rows = zip(requests, step.batch_values["block_table"], strict=True)
     table = "  ".join(f"{r.label} {_list(row)}{_new_blocks(r)}" for r, row in rows)
-    yield _tensor_row(step, "block_table", "", table)
+    yield _tensor_row(step, "block_table", table)
     slots = "  ".join(f"{r.label} {_runs(slots)}" for r, slots in zip(requests, _slots_by_request(step), strict=True))
-    yield _tensor_row(step, "slot_mapping", "", slots + "  block*bs+pos%bs")
-    yield _tensor_row(
-        step, "logits_indices", "", _list(step.batch_values["logits_indices"]) + "  each request's last row"
-    )
+    yield _tensor_row(step, "slot_mapping", slots + "  block*bs+pos%bs")
+    yield _tensor_row(step, "logits_indices", _list(step.batch_values["logits_indices"]) + "  each request's last row")
 
 
 def _what(request: RequestRecord) -> str:
@@ -117,9 +123,10 @@ def _slots_by_request(step: StepRecord) -> list[list[int]]:
     return [slots[start:end] for start, end in pairwise(ends)]
 
 
-def _tensor_row(step: StepRecord, name: str, prefix: str, text: str) -> str:
+def _tensor_row(step: StepRecord, name: str, text: str, prefixes: Sequence[str] = ()) -> str:
     tensor = step.batch[name]
-    return _host(name, f"{prefix}{_symbols(tensor)}={_numbers(tensor)}", text)
+    forms = [f"{prefix}{_symbols(tensor)}={_numbers(tensor)}" for prefix in (*prefixes, "")]
+    return _host(name, _first_that_fits(forms, SYMBOLIC - 1), text)
 
 
 def _host(name: str, what: str, text: str) -> str:
@@ -352,7 +359,7 @@ def _probability(value: float) -> str:
 
 
 def _tokens_in_out(step: StepRecord) -> str:
-    out = sum(request.samples for request in step.requests)
+    out = sum(request.chosen is not None for request in step.requests)
     num_tokens = step.dims["num_tokens"]
     return f"{num_tokens} {_plural(num_tokens, 'token')} in, {out} {_plural(out, 'token')} out"
 

@@ -1,5 +1,6 @@
 """A model file becomes a decoder with weights and a tokenizer."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +31,13 @@ class LoadedModel:
     bos_prefix: tuple[int, ...] = ()  # the begin token, where the file says that every prompt starts with it
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
-        """Token ids of a prompt; RequestError where it is empty."""
+        """Token ids of a prompt; RequestError where it is empty, or has no byte that the vocabulary can spell."""
         if not text:
             raise RequestError("the prompt is empty; expected at least one character")
-        return [*self.bos_prefix, *self.tokenizer.encode(text, parse_special=parse_special)]
+        token_ids = self.tokenizer.encode(text, parse_special=parse_special)
+        if not token_ids:
+            raise RequestError(f"the prompt {text!r:.40} has no token: this vocabulary spells none of its bytes")
+        return [*self.bos_prefix, *token_ids]
 
 
 def load_model(path: str | Path | None = None, dtype: str = "float32", attention: str = "reference") -> LoadedModel:
@@ -43,7 +47,11 @@ def load_model(path: str | Path | None = None, dtype: str = "float32", attention
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(DTYPES)}")
-    find_backend(attention)
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"model is a {type(path).__name__}; expected the path of a GGUF file, or None for the default"
+        )
+    find_backend(str(attention))
     file = read_gguf(find_default_model() if path is None else Path(path))
     try:
         return _load(file, dtype, attention)

@@ -101,3 +101,19 @@ def test_sdpa_shares_the_keys_of_a_group_and_copies_nothing(query_len, monkeypat
         assert shared.shape[:2] == (2, 3), "[num_kv_heads group_size ...]"
         assert shared.stride(1) == 0, "one key/value head serves its whole group"
         assert shared.data_ptr() == given_tensor.data_ptr()
+
+
+@pytest.mark.parametrize("attend", [reference.attend, sdpa.attend])
+def test_more_queries_than_keys_are_refused_alike(attend):
+    with pytest.raises(AssertionError, match="6 queries stand at the end of only 5 keys"):
+        attend(torch.ones(6, 2, 4), torch.ones(5, 2, 4), torch.ones(5, 2, 4))
+
+
+def test_the_reference_body_weighs_in_float32_even_for_bfloat16():
+    """Scores that bfloat16 cannot tell apart still get their own weights."""
+    q = torch.full((1, 1, 64), 8.0, dtype=torch.bfloat16)
+    k = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    v = torch.eye(12, 64, dtype=torch.bfloat16)[:, None]
+    scores = torch.einsum("qhd,khd->qk", q, k).float() / 8  # the products in bfloat16, as the body has them
+    expected = scores.softmax(-1).to(torch.bfloat16)
+    assert torch.equal(reference.attend(q, k, v)[0, :, :12], expected)

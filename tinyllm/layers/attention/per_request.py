@@ -1,5 +1,7 @@
 """Attention of the flat batch, one request after the other: gather its keys and values, then attend."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,7 +22,12 @@ def attend_batch(
         attend_request(request_q, layer_kv, batch.block_table[i], batch.seq_lens_cpu[i], attend)
         for i, request_q in enumerate(q.split(batch.query_lens_cpu))
     ]
-    return torch.cat(outputs)
+    return lay_flat(outputs)
+
+
+def lay_flat(pieces: Sequence[Tensor]) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+    """The requests' rows behind each other, in batch order."""
+    return torch.cat([*pieces])
 
 
 def attend_request(

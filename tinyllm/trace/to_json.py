@@ -1,0 +1,128 @@
+"""A step's record as the plain values that schema.json describes."""
+
+from typing import Any
+
+from tinyllm.trace.record import Operation, RequestRecord, StepRecord, TensorRecord, to_symbol
+
+SCHEMA_ID = "tinyllm.trace/1"
+
+
+def step_to_json(step: StepRecord) -> dict[str, Any]:
+    """One step as the plain values of schema.json."""
+    first_seen: dict[tuple, str] = {}
+    symbols = {to_symbol(word): size for word, size in step.dims.items()}
+    return {
+        "schema": SCHEMA_ID,
+        "type": "step",
+        "step": step.index,
+        "phase": step.phase,
+        "dims": {symbol: size for symbol, size in symbols.items() if symbol.isidentifier()},
+        "requests": [_request_to_json(request) for request in step.requests],
+        "scheduler": _scheduler_to_json(step),
+        "batch": dict(step.batch_values),
+        "kv": _kv_to_json(step),
+        "ops": [_operation_to_json(i, operation, first_seen) for i, operation in enumerate(step.operations)],
+        "sampling": [_sampling_to_json(i, request) for i, request in enumerate(step.requests)],
+        "totals": _totals_to_json(step),
+    }
+
+
+def _request_to_json(request: RequestRecord) -> dict[str, Any]:
+    return {
+        "id": request.label,
+        "state": request.state,
+        "num_computed": request.num_computed_tokens,
+        "num_new": request.query_len,
+        "kv_len": request.seq_len,
+    }
+
+
+def _scheduler_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "token_budget": step.token_budget,
+        "tokens_used": step.dims["num_tokens"],
+        "running": [request.label for request in step.requests],
+        "num_waiting": step.num_waiting,
+        "preempted": list(step.preempted),
+    }
+
+
+def _kv_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "block_size": step.dims["block_size"],
+        "blocks_used": step.num_used_blocks,
+        "blocks_total": step.num_blocks - 1,
+        "allocated": {request.label: list(request.new_block_ids) for request in step.requests if request.new_block_ids},
+        "bytes_per_token": step.kv_bytes_per_token,
+    }
+
+
+def _totals_to_json(step: StepRecord) -> dict[str, Any]:
+    return {
+        "flops": step.flops,
+        "flops_is_lower_bound": step.has_unknown_flops,
+        "bytes": step.num_bytes,
+        "intensity": round(step.flops / step.num_bytes, 4) if step.num_bytes else None,
+        "traced_ms": round(step.traced_ms, 3),
+        "words_compared": step.num_compared,
+    }
+
+
+def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, str]) -> dict[str, Any]:
+    """A row; one equal to a row of an earlier layer leaves its tensors out and names that row in same_as: by its path, op and request."""
+    is_alone = operation.layer is None  # no other layer's row can be the same
+    name = " ".join(filter(None, (operation.path, operation.label, operation.request)))
+    same_as = name if is_alone else first_seen.setdefault(operation.shape_key(), name)
+    is_first = same_as == name
+    stage = operation.stage
+    return {
+        "seq": seq,
+        "path": operation.path,
+        "op": operation.label,
+        "kind": stage.kind,
+        "layer": operation.layer,
+        "request": operation.request,
+        "in": [_tensor_to_json(operation.tensors[name]) for name in operation.inputs] if is_first else [],
+        "out": [_tensor_to_json(operation.tensors[name]) for name in operation.outputs] if is_first else [],
+        "expr": operation.summary,
+        "flops": {
+            "value": operation.flops,
+            "formula": stage.flops or "?",
+            "counted": None if operation.flops is None else stage.counted,
+            **({} if operation.dense_flops is None else {"dense": operation.dense_flops}),
+        },
+        "bytes": {
+            "read": operation.bytes_read,
+            "write": operation.bytes_written,
+            "formula": f"read {stage.read}, write {stage.write}",
+        },
+        "intensity": None if operation.intensity is None else round(operation.intensity, 4),
+        "src": f"tinyllm/{operation.source}",
+        "same_as": None if is_first else same_as,
+    }
+
+
+def _tensor_to_json(tensor: TensorRecord) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "sym": list(tensor.symbols),
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "nbytes": tensor.num_bytes,
+        "storage": tensor.storage,
+        "contiguous": tensor.is_contiguous,
+        "view_of": tensor.view_of,
+    }
+
+
+def _sampling_to_json(row: int, request: RequestRecord) -> dict[str, Any]:
+    return {
+        "request": request.label,
+        "logits_row": row,
+        "method": request.method,
+        "candidates": [[c.token_id, c.text, round(c.probability, 6)] for c in request.candidates],
+        "chosen": request.chosen.token_id if request.chosen else None,
+        "text": request.chosen.text if request.chosen else None,
+        "kept": request.samples,
+        "finish_reason": request.finish_reason,
+    }
