@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it once, when it is imported
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +22,7 @@ from tinyllm.config import ModelConfig, config_from_hf
 from tinyllm.engine import Engine, StepOutput
 from tinyllm.model import Decoder
 from tinyllm.request import Request
+from tinyllm.shapes import WORDS
 from tinyllm.tokenizer import Tokenizer
 from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR
 from tinyllm.weights.load import LoadedModel, build_decoder, load_model
@@ -116,7 +118,7 @@ class EngineRun:
     """What one request got: its tokens, and the logits that each of them was chosen from."""
 
     token_ids: list[int]
-    logits: Tensor  # [tokens, vocab_size]
+    logits: Tensor
     num_preemptions: int
 
 
@@ -167,3 +169,17 @@ def check_step(engine: Engine, output: StepOutput) -> None:
     assert len(set(live_slots)) == len(live_slots), "two live tokens share a slot"
     assert min(live_slots) >= block_size, "the null block is never written"
     assert batch.slot_mapping.tolist() == written_slots
+
+
+DIM = "|".join([r"\d+", *(re.escape(name) for word in WORDS.values() for name in (word.name, word.symbol))])
+
+
+@pytest.fixture(scope="session")
+def typed_shape() -> re.Pattern[str]:
+    """Finds a shape that somebody typed into prose or a comment; shapes are annotations or come out of a run."""
+    return re.compile(
+        rf"[\[(]\s*(?:{DIM})(?:\s*[,x×*]\s*(?:{DIM}))+\s*[\])]"  # [13, 576], (T, H), [num_tokens, hidden_size]
+        rf"|\[\s*(?:{DIM})(?:\s+(?:{DIM}))+\s*\]"  # [num_tokens hidden_size]
+        rf"|(?<![\w\])])\[\s*(?:{DIM})\s*\]"  # [13], but not logits[0]
+        r"|\b\d+ ?[x×] ?\d+\b"  # 13 x 576
+    )

@@ -1,7 +1,9 @@
 """One word per dimension: every word in an annotation or an einops pattern stands in the glossary, and every word is used."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -192,3 +194,30 @@ def test_a_typo_in_a_real_source_is_found_wherever_it_stands() -> None:
 )
 def test_each_search_finds_what_it_looks_for(search: Callable[[str], list[str]], text: str, found: list[str]) -> None:
     assert search(HEADER + text) == found
+
+
+def comments_and_docstrings(source: str) -> list[str]:
+    """What a file says in prose: doctests, whose output a run has checked, left out."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            texts.append(re.sub(r"^\s*>>>.*?(?:\n\s*\n|\Z)", "", ast.get_docstring(node) or "", flags=re.M | re.S))
+    return texts
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("tinyllm")])
+def test_no_shape_is_typed_by_hand(name: str, typed_shape: re.Pattern[str]) -> None:
+    found = [match[0] for text in comments_and_docstrings(SOURCES[name]) for match in typed_shape.finditer(text)]
+    assert found == [], "a shape is a checked annotation or text that the tracer wrote"
+
+
+def test_the_readme_types_no_shape_outside_its_generated_blocks(typed_shape: re.Pattern[str]) -> None:
+    prose = re.sub(r"^```.*?^```$", "", (PACKAGE.parent / "README.md").read_text(), flags=re.M | re.S)
+    assert typed_shape.findall(prose) == []
+
+
+def test_a_typed_shape_in_a_docstring_is_found(typed_shape: re.Pattern[str]) -> None:
+    source = '"""Rows of [num_tokens hidden_size]."""\nx = 1  # [13, 576]\n'
+    found = [match[0] for text in comments_and_docstrings(source) for match in typed_shape.finditer(text)]
+    assert found == ["[13, 576]", "[num_tokens hidden_size]"]

@@ -1,5 +1,6 @@
 """Text in, text out; and what happens to bad input and in bad moments."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -300,3 +301,31 @@ def test_a_row_that_only_pads_the_embedding_has_no_text(tiny_llm):
     (request,) = llm.make_requests([[70, 71]])
     request.token_ids += [72, 10_000]  # as if a vocabulary were shorter than its table
     assert llm.completion(request).text == llm.tokenizer.decode([72])
+
+
+def test_threads_that_share_an_llm_take_turns(tiny_llm):
+    llm = tiny_llm()
+    prompts = [[i, i + 1, i + 2] for i in range(8)]
+    alone = [tiny_llm().generate(prompt, FIVE)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: llm.generate(prompt, FIVE)[0].token_ids, prompts))
+    assert together == alone
+    assert is_clean(llm)
+
+
+def test_a_refused_prompt_runs_nothing_of_its_neighbours(tiny_llm):
+    llm = tiny_llm(max_model_len=16)
+    with pytest.raises(RequestError, match="the prompt has 30 tokens"):
+        llm.generate([[1], [2] * 30], FIVE)
+    assert is_clean(llm) and not llm.engine.scheduler.waiting
+
+
+def test_the_prompt_comes_back_as_it_was_given(smollm2):
+    """Not as the vocabulary spells it, which has no token for some control characters."""
+    llm = LLM(smollm2, max_model_len=64, num_blocks=5)
+    (answer,) = llm.generate("a\x04b", SamplingParams(max_tokens=1))
+    assert answer.prompt == "a\x04b"
+    with pytest.raises(
+        RequestError, match=r"the prompt '\\x04' has no token: this vocabulary spells none of its bytes"
+    ):
+        llm.generate("\x04")

@@ -1,6 +1,8 @@
 """The glossary's formulas, the run-time switch, and the text of the error that a student reads."""
 
 import dataclasses
+import importlib
+import sys
 
 import jaxtyping
 import pytest
@@ -275,6 +277,73 @@ def test_evaluate_is_whole_number_arithmetic(a: int, b: int) -> None:
 def test_evaluate_refuses_what_is_no_dimension_expression(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no dimension expression: use words, numbers, \+ - \* / and brackets"):
         evaluate(text, {"a": 1, "b": 2, "x": 3})
+
+
+FORMULA_MODULE = """
+from jaxtyping import Float
+from torch import Tensor
+
+
+def halve(x: Float[Tensor, "num_tokens head_dim"]) -> Float[Tensor, "num_tokens half_dim"]:
+    return x[:, 1:]
+
+
+def fuse(q: Float[Tensor, "num_tokens q_size"], num_kv_heads: int, head_dim: int) -> Float[Tensor, "num_tokens qkv_size"]:
+    return q
+
+
+def plain(x: Float[Tensor, "num_tokens half_dim"], n: int = 3) -> Float[Tensor, "num_tokens half_dim"]:
+    return x
+
+
+def default(x: Float[Tensor, "num_tokens half_dim"], head_dim: int = 3) -> Float[Tensor, "num_tokens half_dim"]:
+    return x
+"""
+
+
+@pytest.fixture
+def checked_module(tmp_path, monkeypatch):
+    """A module of functions whose words have formulas, under the real import hook."""
+    (tmp_path / "formula_module.py").write_text(FORMULA_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with jaxtyping.install_import_hook("formula_module", "tinyllm.shapes.typechecker"):
+        module = importlib.import_module("formula_module")
+    yield module
+    del sys.modules["formula_module"]
+
+
+def test_a_word_is_compared_with_its_formula_at_each_call(checked_module) -> None:
+    with pytest.raises(ShapeError) as error:
+        checked_module.halve(torch.zeros(2, 6))
+    assert str(error.value) == "formula_module.halve: half_dim is 5, expected head_dim/2 = 3, where head_dim=6"
+    assert checked_module.halve(torch.zeros(2, 2)).shape == (2, 1)
+
+
+def test_formulas_reach_through_words_that_are_not_there_and_ints_count_as_words(checked_module) -> None:
+    """kv_size stands nowhere in the signature, but its own formula's words do."""
+    with pytest.raises(ShapeError) as error:
+        checked_module.fuse(torch.zeros(2, 8), 1, 4)
+    assert "qkv_size is 8, expected q_size+2*(num_kv_heads*head_dim) = 16" in str(error.value)
+    assert "where q_size=8, num_kv_heads=1, head_dim=4" in str(error.value)
+
+
+def test_a_formula_of_absent_or_defaulted_words_checks_nothing(checked_module) -> None:
+    assert checked_module.plain(torch.zeros(2, 5)).shape == (2, 5)
+    assert checked_module.default(torch.zeros(2, 5)).shape == (2, 5)
+
+
+def test_of_blocks_open_at_once_in_several_threads_the_last_opened_decides() -> None:
+    """A thread that leaves first must not leave the others' flag behind, nor take it from them."""
+    first, second = checking(False), checking(False)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert jaxtyping.config.jaxtyping_disable
+    with checking(True):
+        assert not jaxtyping.config.jaxtyping_disable
+    assert jaxtyping.config.jaxtyping_disable
+    second.__exit__(None, None, None)
+    assert not jaxtyping.config.jaxtyping_disable
 
 
 def test_words_are_keyed_by_their_name() -> None:

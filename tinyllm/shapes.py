@@ -126,11 +126,11 @@ def _formulas_of(function: Any) -> list[_Formula]:
     """The formulas of the glossary whose words all stand in the signature, as axes or as ints."""
     places = _places_of(function)
     expanded = {word: _expand(WORDS[word].formula, places) for word in places if WORDS[word].formula}
-    needed = {word: {word, *_compile_expression(text)[1]} for word, text in expanded.items()}
+    needed = {word: [word, *_compile_expression(text)[1]] for word, text in expanded.items()}
     return [
         _Formula(word, text, {name: places[name] for name in needed[word]})
         for word, text in expanded.items()
-        if needed[word] <= places.keys()
+        if all(name in places for name in needed[word])
     ]
 
 

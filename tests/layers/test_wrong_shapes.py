@@ -41,9 +41,9 @@ LAYER, ATTENTION = DecoderLayer(CONFIG, ATTEND_BATCH), GroupedQueryAttention(CON
 
 ones = torch.ones
 ids = partial(torch.ones, dtype=torch.int64)
-X, COS = ones(4, 12), ones(4, 1, 3)  # [num_tokens hidden_size], [num_tokens 1 half_dim]
-Q, K = ones(4, 4, 6), ones(4, 2, 6)  # [num_tokens num_heads head_dim], [num_tokens num_kv_heads head_dim]
-KV = ones(2, 5, 4, 2, 6)  # [2 num_blocks block_size num_kv_heads head_dim]
+X, COS = ones(4, 12), ones(4, 1, 3)
+Q, K = ones(4, 4, 6), ones(4, 2, 6)
+KV = ones(2, 5, 4, 2, 6)
 
 CASES = {
     "Embedding, two axes": (lambda: Embedding(32, 12)(ids(4, 1)), "2 axes, not 1"),
@@ -61,12 +61,20 @@ CASES = {
     "RotaryEmbedding, float": (lambda: RotaryEmbedding(CONFIG)(ones(4)), "float32 is not Int"),
     "apply_rope, rows": (lambda: apply_rope(Q, COS, ones(3, 1, 3)), "num_tokens"),
     "apply_rope, pairs": (lambda: apply_rope(Q, COS, ones(4, 1, 2)), "half_dim"),
+    "apply_rope, one angle for all": (
+        lambda: apply_rope(Q, ones(4, 1, 1), ones(4, 1, 1)),
+        "half_dim is 1, expected head_dim/2 = 3",
+    ),
     "apply_rope, heads": (lambda: apply_rope(Q, ones(4, 4, 3), COS), "dimension 1 is 4"),
     "silu_and_mul, rank": (lambda: silu_and_mul(ones(4, 2, 6)), "3 axes, not 2"),
     "silu_and_mul, odd": (lambda: silu_and_mul(ones(4, 3)), "gate_up_size"),
     "MLP, width": (lambda: MLP(CONFIG)(ones(4, 13)), "in_size"),
     "MLP, rank": (lambda: MLP(CONFIG)(ones(1, 4, 12)), "3 axes, not 2"),
     "split_heads, rank": (lambda: split_heads(ones(4, 8, 6), 4, 2, 6), "3 axes, not 2"),
+    "split_heads, width": (
+        lambda: split_heads(ones(4, 50), 4, 2, 6),
+        "qkv_size is 50, expected",
+    ),
     "merge_heads, rank": (lambda: merge_heads(ones(4, 24)), "2 axes, not 3"),
     "attention, width": (lambda: ATTENTION(ones(4, 13), COS, COS, KV, BATCH), "in_size"),
     "attention, rows": (lambda: ATTENTION(X, ones(5, 1, 3), COS, KV, BATCH), "num_tokens"),
@@ -84,6 +92,10 @@ CASES = {
     "attend_batch, kv rank": (lambda: ATTEND_BATCH(Q, KV[0], BATCH), "4 axes, not 5"),
     "attend_batch, kv pair": (lambda: ATTEND_BATCH(Q, ones(3, 5, 4, 2, 6), BATCH), "dimension 2 is 3"),
     "gather_kv, table": (lambda: gather_kv(KV, ids(1, 1), 4), "2 axes, not 1"),
+    "gather_kv, too few blocks": (
+        lambda: gather_kv(KV, ids(1), 9),
+        "num_req_blocks is 1, expected",
+    ),
     "gather_kv, float table": (lambda: gather_kv(KV, ones(1), 4), "float32 is not Int"),
     "write_kv, slots": (lambda: write_kv(KV, K, K, ids(3)), "num_tokens"),
     "write_kv, value": (lambda: write_kv(KV, K, ones(4, 1, 6), ids(4)), "num_kv_heads"),
@@ -97,6 +109,8 @@ CASES = {
     "FlatBatch, table": (lambda: replace(BATCH, block_table=ids(3, 2)), "num_reqs"),
     "FlatBatch, seq_lens": (lambda: replace(BATCH, seq_lens=ids(3)), "num_reqs"),
     "FlatBatch, cu_seqlens_q": (lambda: replace(BATCH, cu_seqlens_q=ids(2)), "num_reqs"),
+    "FlatBatch, query_lens_cpu": (lambda: replace(BATCH, query_lens_cpu=(2, 1)), "sums to 3, expected num_tokens=4"),
+    "FlatBatch, seq_lens_cpu": (lambda: replace(BATCH, seq_lens_cpu=(3,)), "has 1 numbers, expected num_reqs=2"),
     "FlatBatch, float": (lambda: replace(BATCH, token_ids=ones(4)), "float32 is not Int"),
     "SamplingBatch, seeds": (lambda: replace(SAMPLING, seeds=ids(3)), "num_logits"),
     "SamplingBatch, top_p": (lambda: replace(SAMPLING, top_p=ones(2, 1)), "2 axes, not 1"),

@@ -201,7 +201,7 @@ def _unchanged_row(unchanged: Sequence[Operation]) -> str:
 
 
 def _only_rows_differ(operation: Operation, known: Mapping[tuple, Operation]) -> bool:
-    """Whether the step before had this row, equal but for the step's own sizes (T, R, N, MB)."""
+    """Whether the step before had this row, equal but for the sizes of the step words."""
     twin = known.get(_place(operation))
     if twin is None or operation.stage.kind == "cache write" or operation.function == "sample":
         return False  # new slots, new tokens: never "as before"
@@ -415,7 +415,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _list(values: Sequence[int]) -> str:
-    """[1,2,3], or both ends of a long list."""
+    """All numbers, or both ends of a long list."""
     texts = list(map(str, values))
     if len(texts) > 8:
         texts = [*texts[:5], "...", *texts[-2:]]

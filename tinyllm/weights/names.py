@@ -112,8 +112,7 @@ def unpermute(weight: Tensor, heads: int) -> Tensor:
     """Put the rows of a GGUF q or k projection back into Hugging Face's order.
 
     Rotary embedding turns pairs of numbers. In HF's layout row j of a head pairs with row j + half_dim; llama.cpp
-    stores the two rows of a pair next to each other (0, half_dim, 1, half_dim + 1, ...). So the file's rows read
-    (heads, half_dim, 2) and ours (heads, 2, half_dim).
+    stores the two rows of a pair next to each other: 0, half_dim, 1, half_dim + 1, and so on.
 
     >>> unpermute(torch.tensor([[0], [2], [1], [3]]), heads=1).flatten().tolist()
     [0, 1, 2, 3]

@@ -36,7 +36,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, attend_batch: AttendBatch):
         super().__init__()
-        self.head_counts = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = Linear(config.hidden_size, config.qkv_size)
         self.o_proj = Linear(config.q_size, config.hidden_size)
         self.attend_batch = attend_batch
@@ -54,7 +54,7 @@ class GroupedQueryAttention(nn.Module):
         All keys and values of the step are written before any is read, so a prefill finds its own tokens in the cache.
         """
         qkv: Float[Tensor, "num_tokens qkv_size"] = self.qkv_proj(x)
-        q_straight, k_straight, v = split_heads(qkv, *self.head_counts)
+        q_straight, k_straight, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         q: Float[Tensor, "num_tokens num_heads head_dim"] = apply_rope(q_straight, cos, sin)
         k: Float[Tensor, "num_tokens num_kv_heads head_dim"] = apply_rope(k_straight, cos, sin)
         write_kv(layer_kv, k, v, batch.slot_mapping)
