@@ -159,3 +159,9 @@ def test_any_vocabulary_works_or_is_refused(values: dict[str, Any], text: str):
     assert all(byte in text_bytes for byte in encoded)  # the text's bytes in their order, some dropped
     assert not set(tokenizer.encode(text)) & set(tokenizer.special_tokens.values())
     assert all(tokenizer.token_text(token_id).isprintable() for token_id in range(tokenizer.vocab_size))
+
+
+def test_a_vocabulary_of_nothing_but_special_tokens_is_refused_fast():
+    tokens = [f"<{i}>" for i in range(2**16 + 1)]
+    with pytest.raises(TokenizerError, match="has 65537 special tokens; expected at most 65536"):
+        tokenizer_from_gguf(metadata(tokens=tokens, merges=[], token_type=[3] * len(tokens)))

@@ -190,12 +190,6 @@ def test_a_width_of_zero_from_the_environment_swallows_nothing(run_trace, monkey
     assert run_trace("Hi", "--max-tokens", "1") == (0, usual, "")
 
 
-def test_a_long_answer_is_cut_at_the_width_and_cannot_move_the_cursor(run_trace):
-    _, out, _ = run_trace("Once upon a time", "--max-tokens", "40", "--ignore-eos")
-    assert max(map(len, out.splitlines())) == 100
-    assert all(line.isprintable() for line in out.splitlines())
-
-
 def test_an_interpreter_that_hides_frames_is_refused_before_the_model_is_loaded(capsys, monkeypatch):
     monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr(sys, "settrace", lambda function: None)

@@ -5,7 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from tinyllm.trace.terminal import WIDTH, Options, _cut, _list, _runs, _si, render_header, render_prompts, render_step
+from tinyllm.trace.terminal import (
+    WIDTH,
+    Options,
+    _cut,
+    _list,
+    _runs,
+    _si,
+    render_completions,
+    render_header,
+    render_prompts,
+    render_step,
+)
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -90,6 +101,12 @@ def test_tokens_cannot_move_the_cursor_and_wide_ones_are_measured():
     (line,) = render_prompts([("A", text, [["\x1b[2J", "\n", "\t日本語" * 20]])])
     assert line.isprintable() and "\\x1b[2J" in line
     assert sum(2 if ord(char) > 0x2E80 else 1 for char in line) <= WIDTH
+
+
+def test_an_answer_stays_on_its_line_within_the_width():
+    lines = list(render_completions([("A", "length", "word " * 100), ("B", "stop", "\x9b31m\u202eab")]))
+    assert [len(line) for line in lines] == [WIDTH, len("B stop: '\\x9b31m\\u202eab'")]
+    assert all(line.isprintable() for line in lines)
 
 
 @pytest.mark.parametrize(

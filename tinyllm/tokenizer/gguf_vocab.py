@@ -11,6 +11,7 @@ from tinyllm.errors import TokenizerError
 from tinyllm.tokenizer.bpe import Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+MAX_SPECIAL_TOKENS = 2**16  # each is a branch of one pattern; real vocabularies have a few hundred, or a few thousand
 TOKEN_TYPES = range(1, 7)  # besides these three: normal 1, unused 5, byte 6; all spelled in the byte alphabet
 
 
@@ -42,6 +43,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     for token_type in set(token_types).difference(TOKEN_TYPES):
         raise TokenizerError(f"tokenizer.ggml.token_type holds {token_type}; expected 1 to {TOKEN_TYPES[-1]}")
+    num_special = sum(token_types.count(kind) for kind in (UNKNOWN, CONTROL, USER_DEFINED))
+    if num_special > MAX_SPECIAL_TOKENS:
+        raise TokenizerError(f"the vocabulary has {num_special} special tokens; expected at most {MAX_SPECIAL_TOKENS}")
     typed_tokens = list(zip(tokens, token_types, strict=True))
     return Tokenizer(
         tokens,
