@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   python -m tinyllm.trace "Hello" --full --layers 0,29 --json trace.jsonl
 """
 
-STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "blue"}  # by kind letter
+STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "bright_blue"}  # by kind letter
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
