@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tinyllm import ShapeError
-from tinyllm.layers.attention.reference import attend
+from tinyllm.batch import build_batch
+from tinyllm.layers.attention.reference import attend, causal_mask
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -17,14 +18,25 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
 
 
-def test_the_trace_is_an_excerpt_of_the_tested_snapshot():
-    excerpt = blocks("text")[0]
-    assert len(excerpt.splitlines()) > 30
-    assert excerpt in (ROOT / "tests" / "data" / "trace_snapshot.txt").read_text()
+def test_the_traces_are_excerpts_of_the_tested_snapshot():
+    snapshot = (ROOT / "tests" / "data" / "trace_snapshot.txt").read_text()
+    excerpt, *rows, _ = blocks("text")
+    assert len(excerpt.splitlines()) > 30 and excerpt in snapshot
+    assert len(rows) > 3
+    for line in "".join(rows).splitlines():
+        assert f"\n{line}\n" in snapshot
+
+
+def test_the_reasons_state_numbers_of_that_run():
+    """The numbers in the prose of "Why is this number there?" are those of the two prompts of the snapshot."""
+    batch = build_batch([[1] * 5, [1] * 8], [0, 0], [[1, 2], [3, 4]], block_size=4)
+    assert len(batch.token_ids) == 13 and len(batch.cu_seqlens_q) == len(batch.seq_lens) + 1
+    assert batch.slot_mapping[0] == 4 and batch.query_lens_cpu == (5, 8) == batch.seq_lens_cpu
+    assert (~causal_mask(8, 8, torch.device("cpu"))).sum() == 36 and 8 * 8 == 64
 
 
 def test_the_shape_error_is_the_one_that_is_raised():
-    call, message = blocks("text")[1].splitlines()
+    call, message = blocks("text")[-1].splitlines()
     with pytest.raises(ShapeError) as error:
         eval(call.removeprefix(">>> "), {"torch": torch, "attend": attend})
     assert message == f"ShapeError: {error.value}"

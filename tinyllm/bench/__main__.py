@@ -102,10 +102,25 @@ def bench_bodies() -> None:
                        loaded.path, "sdpa")  # fmt: skip
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
+        bench_generation(fast)
         bodies = {"reference": Steps(loaded), "sdpa": Steps(fast)}
         for title, name in (("decode step, 2 requests", "decode"), ("prefill, 13 tokens", "prefill")):
             variants = {body: getattr(steps, name) for body, steps in bodies.items()}
             _print(render(f"{title}, {_threads()}, nothing wrapped", take_turns(variants, ROUNDS)))
+
+
+def bench_generation(loaded: LoadedModel) -> None:
+    """Tokens and characters per second side by side: only the second can be compared between tokenizers."""
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    llm = LLM(loaded, max_model_len=512)
+    for num_prompts in (1, 4):
+        prompts = (PROMPTS * 2)[:num_prompts]
+        (timing,) = take_turns({"generate": lambda prompts=prompts: llm.generate(prompts, params)}, 3)
+        answers = llm.generate(prompts, params)
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        num_characters = sum(len(answer.text) for answer in answers)
+        rates = f"{num_tokens / timing.median:7.1f} tokens/s {num_characters / timing.median:8.1f} characters/s"
+        print(f"generate, {num_prompts} together, {_threads()}: {rates}", flush=True)
 
 
 def bench_command() -> None:
