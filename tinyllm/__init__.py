@@ -22,7 +22,7 @@ if os.environ.get("TINYLLM_CHECK", "1") != "0":
 
 from tinyllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from tinyllm.errors import ConfigError, ModelFileError, RequestError, TinyllmError, TokenizerError
-from tinyllm.llm import LLM, Completion
+from tinyllm.llm import LLM, Completion, Piece
 from tinyllm.request import SamplingParams
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ConfigError",
     "ModelConfig",
     "ModelFileError",
+    "Piece",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",

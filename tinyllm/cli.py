@@ -1,9 +1,11 @@
-"""``tinyllm generate`` and ``tinyllm trace``."""
+"""``tinyllm generate``, ``tinyllm chat`` and ``tinyllm trace``."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 from tinyllm.console import Parser, progress, run
 from tinyllm.errors import ModelFileError, RequestError
@@ -13,11 +15,23 @@ from tinyllm.request import SamplingParams
 from tinyllm.trace import command as trace_command
 from tinyllm.weights.load import DTYPES
 
-EXAMPLES = """examples:
+GENERATE_EXAMPLES = """examples:
   tinyllm generate "The capital of France is"
   tinyllm generate "Once upon a time" "The sky is" --max-tokens 40 --temperature 0.8 --top-p 0.9 --seed 1
+  tinyllm generate "1, 2, 3," --stop " 7" --stop ";"
+  tinyllm generate - < letter.txt
+"""
+CHAT_EXAMPLES = """examples:
+  tinyllm chat
+  tinyllm chat --system "You are terse." --temperature 0.7 --seed 1
+  echo "What is the capital of France?" | tinyllm chat
+"""
+EXAMPLES = """examples:
+  tinyllm generate "The capital of France is"
+  tinyllm chat --system "You are terse."
   tinyllm trace "The capital of France is"
 """
+STDIN = "-"  # the prompt that stands for standard input
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,26 +40,38 @@ def make_parser() -> argparse.ArgumentParser:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--version", action="version", version=f"tinyllm {importlib.metadata.version('tinyllm-trace')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="complete prompts", epilog=EXAMPLES,
+    generate = commands.add_parser("generate", help="complete prompts", epilog=GENERATE_EXAMPLES,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to complete; several run together")
     generate.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens to sample per prompt (default 64)"
+        "prompts", nargs="+", metavar="PROMPT", help="a text to complete; several run together; - reads standard input"
     )
-    generate.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest tokens that reach P")
-    generate.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the likeliest"
-    )
-    generate.add_argument("--seed", type=int, help="makes a sampled answer repeatable")
-    generate.add_argument("--ignore-eos", action="store_true", help="go on behind an end token")
     generate.add_argument("--special", action="store_true", help="read control tokens such as <|im_start|> as tokens")
-    generate.add_argument("--model", metavar="PATH", help="a GGUF file (default: the installed SmolLM2-135M-Instruct)")
-    generate.add_argument("--dtype", choices=DTYPES, default="float32")
-    generate.add_argument("--attention", choices=BACKENDS, default="sdpa", help="the attention body (default sdpa)")
+    _add_options(generate, max_tokens=64)
+    chat = commands.add_parser("chat", help="talk with a model", epilog=CHAT_EXAMPLES,
+                               description="Answers each line of standard input; /exit or the end of input leaves.",
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    chat.add_argument("--system", metavar="TEXT", help="what the model should know or be (default: its template's)")
+    _add_options(chat, max_tokens=512)
     commands.add_parser("trace", add_help=False, help="print every dimension change; tinyllm trace --help")
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    parser.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens to sample (default {max_tokens})"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the fewest tokens that reach P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the likeliest")
+    parser.add_argument("--seed", type=int, help="makes a sampled answer repeatable")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given again"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end token")
+    parser.add_argument("--model", metavar="PATH", help="a model file (default: the installed SmolLM2-135M-Instruct)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--attention", choices=BACKENDS, default="sdpa", help="the attention body (default sdpa)")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,21 +80,90 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[:1] == ["trace"]:
         trace_command.main(arguments[1:], prog="tinyllm trace")
         return
-    _generate(make_parser().parse_args(arguments))
-
-
-def _generate(args: argparse.Namespace) -> None:
+    args = make_parser().parse_args(arguments)
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens,
-                            ignore_eos=args.ignore_eos)  # fmt: skip
-    if "" in args.prompts:
-        raise RequestError("the prompt is empty; expected at least one character")
+                            ignore_eos=args.ignore_eos, stop=args.stop)  # fmt: skip
+    command = {"generate": _generate, "chat": _chat}[args.command]
+    command(args, params)
+
+
+def _load(args: argparse.Namespace) -> LLM:
     progress("loading the model ...")
-    llm = LLM(args.model, dtype=args.dtype, attention=args.attention)
-    completions = llm.generate(args.prompts, params, parse_special=args.special)
+    return LLM(args.model, dtype=args.dtype, attention=args.attention)
+
+
+def _generate(args: argparse.Namespace, params: SamplingParams) -> None:
+    if args.prompts.count(STDIN) > 1:
+        raise RequestError("standard input is named twice; expected one prompt that is -")
+    prompts = [_read_stdin() if prompt == STDIN else prompt for prompt in args.prompts]
+    if "" in prompts:
+        raise RequestError("the prompt is empty; expected at least one character")
+    completions = _load(args).generate(prompts, params, parse_special=args.special)
     for completion in completions:
         print(completion.prompt + completion.text)
-    if any(completion.finish_reason == "error" for completion in completions):
+    _check_reasons(completion.finish_reason for completion in completions)
+
+
+def _check_reasons(reasons: Iterable[str | None]) -> None:
+    if "error" in reasons:
         raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
+
+
+def _chat(args: argparse.Namespace, params: SamplingParams) -> None:
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    llm = _load(args)
+    for line in _read_lines():
+        if line.strip() == "/exit":
+            return
+        if line.strip():
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+
+
+def _answer(llm: LLM, messages: Sequence[dict[str, str]], params: SamplingParams) -> str:
+    """Print an answer as it comes and return it; Ctrl-C ends it where it is."""
+    text, reason = "", None
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        contextlib.closing(llm.stream(llm.encode_chat(messages), params)) as pieces,
+    ):
+        for piece in pieces:
+            text, reason = text + piece.text, piece.finish_reason
+            print(piece.text, end="", flush=True)
+    print(flush=True)
+    _check_reasons([reason])
+    return text
+
+
+def _read_lines() -> Iterator[str]:
+    """The user's lines without their ends, until the end of input; a person at a terminal sees a prompt."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        with contextlib.suppress(EOFError):
+            while True:
+                yield input("> ")
+        print()  # the shell's prompt gets a line of its own
+        return
+    for line in _stdin_bytes():
+        yield _decode_utf8(line).rstrip("\r\n")
+
+
+def _read_stdin() -> str:
+    """All of standard input, without the end of its last line."""
+    text = _decode_utf8(_stdin_bytes().read())
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _stdin_bytes() -> BinaryIO:
+    if sys.stdin is None:  # closed by the caller's shell: <&-
+        raise RequestError("standard input is closed; expected a text")
+    return sys.stdin.buffer
+
+
+def _decode_utf8(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 at byte {error.start}; expected UTF-8 text") from None
 
 
 def entry_point() -> int:

@@ -22,7 +22,8 @@ class SamplingParams:
 
     temperature 0 (the default) is greedy and ignores the truncations; a value between 0 and 0.01 is raised to 0.01.
     top_k 0 or -1 and top_p 1 and min_p 0 are off. seed None draws a fresh seed, which the result records.
-    max_tokens None means: until max_model_len. Raises RequestError, one line, for any value out of range.
+    max_tokens None means: until max_model_len. stop is a text or several that end the answer, which is cut before the
+    earliest of them, or behind it where include_stop_str_in_output is set. Raises RequestError, one line, for any value out of range.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9).top_p
     0.9
@@ -39,6 +40,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         _require(_is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
@@ -57,7 +60,13 @@ class SamplingParams:
         _require(isinstance(ids, Sequence) and not isinstance(ids, str | bytes) and all(_is_int(i) and i >= 0 for i in ids),
                  "stop_token_ids", ids, "a list of token ids")  # fmt: skip
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(isinstance(stop, Sequence) and not isinstance(stop, bytes) and all(isinstance(s, str) and s for s in stop),
+                 "stop", self.stop, "a text or a list of texts, none of them empty")  # fmt: skip
+        _require(isinstance(self.include_stop_str_in_output, bool),
+                 "include_stop_str_in_output", self.include_stop_str_in_output, "True or False")  # fmt: skip
         object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "stop", tuple(stop))
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
 
@@ -86,7 +95,7 @@ class RequestStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    STOPPED = "stop"  # an end token or one of its stop_token_ids
+    STOPPED = "stop"  # an end token, one of its stop_token_ids or a stop string
     LENGTH_CAPPED = "length"  # max_tokens or max_model_len
     FAILED = "error"  # its logits held nothing that could be sampled
     ABORTED = "abort"  # the caller gave it up

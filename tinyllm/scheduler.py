@@ -151,8 +151,11 @@ class Scheduler:
         return ScheduledRequest(request, tuple(request.token_ids[start:end]), start, tuple(request.block_ids),
                                 tuple(new_block_ids), samples=end == request.num_tokens)  # fmt: skip
 
-    def abort(self, request: Request) -> None:
-        """Give a request up, wherever it stands, even if it was never added; one that has ended stays as it is."""
+    def abort(self, request: Request, status: RequestStatus = RequestStatus.ABORTED) -> None:
+        """End a request, wherever it stands, even if it was never added; one that has ended stays as it is.
+
+        The status is ABORTED where the caller gave it up, STOPPED where its text holds a stop string.
+        """
         if request.status.is_finished:
             return
         if request in self.running:
@@ -160,7 +163,7 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         self._free_blocks(request)
-        request.status = RequestStatus.ABORTED
+        request.status = status
 
     def _free_blocks(self, request: Request) -> None:
         self.pool.free(request.block_ids)

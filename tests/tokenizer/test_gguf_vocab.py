@@ -48,6 +48,12 @@ def test_the_default_model(smollm2_metadata: dict[str, Any], smollm2_tokenizer: 
     assert tokenizer.encode("Hello, world!") == [19556, 28, 905, 17]
 
 
+@pytest.mark.parametrize(("pre_tokenizer", "ids"), [("llama-bpe", [2]), ("qwen2", [0, 1]), ("gpt-2", [0, 1])])
+def test_llama_bpe_looks_for_whole_words_first(pre_tokenizer: str, ids: list[int]):
+    values = metadata(pre=pre_tokenizer, tokens=["a", "b", "ab"], merges=[], token_type=[1, 1, 1])
+    assert tokenizer_from_gguf(values).encode("ab") == ids
+
+
 def test_invalid_utf8_in_the_file_stays_bytes():
     # A reader hands on a byte that is not UTF-8 as a surrogate escape.
     tokenizer = tokenizer_from_gguf(metadata(tokens=["\udcff", "a\udc80", "b"], merges=[], token_type=[1, 3, 1]))

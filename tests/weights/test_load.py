@@ -1,5 +1,7 @@
 """A whole file of one's own: tensors, settings and vocabulary become an LLM, or one line says why not."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tinyllm.weights.load import build_decoder, load_model
 from tinyllm.weights.names import parameters_from_gguf
 
 TWIN = Path(__file__).parents[1] / "data" / "gguf" / "llama_f32.gguf"
+HF_TWIN = TWIN.parents[1] / "tiny" / "llama_gqa"
 VOCABULARY = {"model": "gpt2", "pre": "smollm", "tokens": list(BYTE_TO_CHAR), "merges": ["t h", "th e"]}
 
 
@@ -71,10 +74,58 @@ def test_bfloat16_parameters(write_model):
     assert {parameter.dtype for parameter in loaded.decoder.parameters()} == {torch.bfloat16}
 
 
+BOS_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+}
+
+
+@pytest.fixture
+def write_folder(tmp_path: Path) -> Callable[..., Path]:
+    """write_folder(**tokenizer.json changes): the tiny checkpoint's folder with a byte vocabulary in it."""
+
+    def write_folder(**changes: Any) -> Path:
+        folder = tmp_path / "folder"
+        shutil.copytree(HF_TWIN, folder, ignore=shutil.ignore_patterns("golden*", "config_v4.json"))
+        tokens = [*list(BYTE_TO_CHAR)[:-2], "th", "the"]
+        model = {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": ["t h", "th e"]}
+        bytes_only = {"type": "ByteLevel", "add_prefix_space": False}
+        values = {"model": model, "pre_tokenizer": bytes_only, "decoder": bytes_only, **changes}
+        (folder / "tokenizer.json").write_text(json.dumps(values))
+        return folder
+
+    return write_folder
+
+
+def test_a_folder_generates_what_its_gguf_twin_does(write_folder, write_model):
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (answer,) = LLM(write_folder(), max_model_len=64).generate("the", params)
+    (twin,) = LLM(write_model(), max_model_len=64).generate("the", params)
+    assert answer.prompt_token_ids == twin.prompt_token_ids == (255,)
+    assert answer.token_ids == twin.token_ids
+
+
+def test_a_folder_s_template_puts_the_begin_token_in_front(write_folder):
+    assert load_model(write_folder(post_processor=BOS_TEMPLATE)).encode_prompt("the") == [1, 255]
+
+
+def test_a_folder_s_chat_template_comes_along(write_folder):
+    folder = write_folder()
+    assert load_model(folder).chat_template is None
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert load_model(folder).chat_template == "{{ messages[0]['content'] }}"
+
+
+def test_an_unusable_tokenizer_json_names_the_folder(write_folder):
+    with pytest.raises(TokenizerError, match=r"^folder: "):
+        load_model(write_folder(decoder={"type": "Metaspace"}))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"pre": "qwen2"}, TokenizerError, ["model.gguf", "qwen2", "smollm"]),
+        ({"pre": "novel"}, TokenizerError, ["model.gguf", "novel", "smollm"]),
         ({"model": "llama"}, TokenizerError, ["model.gguf", "llama", "gpt2"]),
         ({"extra": 1}, TinyllmError, ["model.gguf"]),
     ],

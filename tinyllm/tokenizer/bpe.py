@@ -12,15 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from unicodedata import normalize
 
 import regex
 
 from tinyllm.errors import TokenizerError, brief
-from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR, unspell_bytes
+from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR, spell_bytes, unspell_bytes
 from tinyllm.tokenizer.pretokenize import check_pre_tokenizer, split_words
 
 MAX_CACHED_WORDS = 2**16
 MAX_CACHED_WORD_LENGTH = 32  # longer words are rare, and a cache of them could grow without bound
+MAX_SPECIAL_TOKENS = 2**16  # each is a branch of one pattern; real vocabularies have a few hundred, or a few thousand
 GONE = -1  # no token id: marks the place of a token that was merged into its left neighbour
 
 
@@ -30,6 +32,30 @@ class EncodedWord:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingRules:
+    """What some vocabularies do besides cutting and merging; all of it is off by default.
+
+    `nfc` brings the text between special tokens into Unicode's composed form (NFC) first, so that an é of two
+    characters gets the ids of the é of one; decoding gives the composed form back. `prefix_space` puts a blank before
+    each such text that starts with none. `whole_words` looks for the whole word in the vocabulary before it merges, as
+    the vocabularies made for tiktoken expect.
+    """
+
+    nfc: bool = False
+    prefix_space: bool = False
+    whole_words: bool = False
+
+    def prepare(self, text: str) -> str:
+        r"""The text that is cut into words, for a text between special tokens.
+
+        >>> EncodingRules(nfc=True, prefix_space=True).prepare("e\u0301")
+        ' é'
+        """
+        text = normalize("NFC", text) if self.nfc else text
+        return f" {text}" if self.prefix_space and text and text[0] != " " else text
 
 
 class Tokenizer:
@@ -42,8 +68,8 @@ class Tokenizer:
     added one always. Both are attributes too, dicts of text to id.
 
     Raises TokenizerError for a token that is listed twice or holds a surrogate, a merge of or into something that is no
-    ordinary token, a special or added token that is not in `tokens`, and an unknown pre-tokenizer. A merge that is
-    listed twice counts at its first place.
+    ordinary token, a special or added token that is not in `tokens`, more than 65536 of them, and an unknown
+    pre-tokenizer. A merge that is listed twice counts at its first place.
 
     >>> tokenizer = Tokenizer(["h", "u", "g", "ug", "hug", "<end>"], [("u", "g"), ("h", "ug")], ["<end>"], "smollm")
     >>> tokenizer.encode("hugug")
@@ -61,20 +87,29 @@ class Tokenizer:
         special_tokens: Iterable[str],
         pre_tokenizer: str,
         added_tokens: Iterable[str] = (),
+        rules: EncodingRules = EncodingRules(),
     ) -> None:
         check_pre_tokenizer(pre_tokenizer)
         self.pre_tokenizer = pre_tokenizer
+        self.rules = rules
+        self.tokens, self.merges = tuple(tokens), tuple(merges)
         token_ids = _number_tokens(tokens)
         self.special_tokens = _pick_tokens(special_tokens, token_ids)
         self.added_tokens = _pick_tokens(added_tokens, token_ids)
         if both := self.special_tokens.keys() & self.added_tokens.keys():
             raise TokenizerError(f"token {brief(min(both))} is both special and added; expected one of the two")
         self._special_ids = frozenset(self.special_tokens.values())
+        if len(self.special_tokens) + len(self.added_tokens) > MAX_SPECIAL_TOKENS:
+            num_special = len(self.special_tokens) + len(self.added_tokens)
+            raise TokenizerError(
+                f"the vocabulary has {num_special} special tokens; expected at most {MAX_SPECIAL_TOKENS}"
+            )
         self._literal_ids = {**self.special_tokens, **self.added_tokens}
         self._token_bytes = [_bytes_of(token, token in self._literal_ids) for token in tokens]
         ordinary = {token: token_id for token, token_id in token_ids.items() if token not in self._literal_ids}
         self._byte_ids = [ordinary.get(char) for char in BYTE_TO_CHAR]
-        self._ranks, self._merged_ids = _rank_merges(merges, ordinary)
+        self._ranks, self._merged_ids = _rank_merges(self.merges, ordinary)
+        self._whole_words = ordinary if rules.whole_words else {}
         self._added_pattern = _compile_literals(self.added_tokens)
         self._literal_pattern = _compile_literals(self._literal_ids)
         self._word_cache: dict[str, tuple[int, ...]] = {}
@@ -96,12 +131,12 @@ class Tokenizer:
         return [token_id for word in self.encode_words(text, parse_special) for token_id in word.token_ids]
 
     def encode_words(self, text: str, parse_special: bool = False) -> list[EncodedWord]:
-        """`encode` before the words are joined; their texts joined are `text`.
+        """`encode` before the words are joined; their texts joined are `text`, as the vocabulary's rules prepare it.
 
         >>> Tokenizer(["h", "i", "Ġ", "hi"], [("h", "i")], [], "smollm").encode_words("hi hi")
         [EncodedWord(text='hi', token_ids=(3,)), EncodedWord(text=' hi', token_ids=(2, 3))]
         """
-        _check_text(text)
+        check_text(text)
         pattern = self._literal_pattern if parse_special else self._added_pattern
         words = []
         # `split` alternates: text, special or added token, text, ..., text.
@@ -109,7 +144,8 @@ class Tokenizer:
             if index % 2:
                 words.append(EncodedWord(part, (self._literal_ids[part],)))
             else:
-                words += [EncodedWord(word, self._encode_word(word)) for word in split_words(part, self.pre_tokenizer)]
+                pieces = split_words(self.rules.prepare(part), self.pre_tokenizer)
+                words += [EncodedWord(word, self._encode_word(word)) for word in pieces]
         return words
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = False) -> str:
@@ -156,14 +192,20 @@ class Tokenizer:
     def _encode_word(self, word: str) -> tuple[int, ...]:
         token_ids = self._word_cache.get(word)
         if token_ids is None:
-            byte_ids = [self._byte_ids[byte] for byte in word.encode()]
-            known_ids = [byte_id for byte_id in byte_ids if byte_id is not None]
-            token_ids = tuple(merge_word(known_ids, self._ranks, self._merged_ids))
+            token_ids = self._merge_bytes(word.encode())
             if len(word) <= MAX_CACHED_WORD_LENGTH:
                 if len(self._word_cache) >= MAX_CACHED_WORDS:
                     self._word_cache.clear()
                 self._word_cache[word] = token_ids
         return token_ids
+
+    def _merge_bytes(self, word: bytes) -> tuple[int, ...]:
+        whole_id = self._whole_words.get(spell_bytes(word)) if self._whole_words else None
+        if whole_id is not None:
+            return (whole_id,)
+        byte_ids = [self._byte_ids[byte] for byte in word]
+        known_ids = [byte_id for byte_id in byte_ids if byte_id is not None]
+        return tuple(merge_word(known_ids, self._ranks, self._merged_ids))
 
 
 def merge_word(token_ids: Sequence[int], ranks: Mapping[tuple[int, int], int], merged_ids: Sequence[int]) -> list[int]:
@@ -245,7 +287,8 @@ def _compile_literals(texts: Iterable[str]) -> regex.Pattern[str] | None:
     return regex.compile(f"({'|'.join(map(regex.escape, literals))})") if literals else None
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
+    """Raise TokenizerError where `text` is no str or holds a surrogate, which UTF-8 cannot express."""
     if not isinstance(text, str):
         raise TokenizerError(f"cannot encode a {type(text).__name__}; expected a str")
     try:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinyllm.errors import TokenizerError
-from tinyllm.tokenizer.bpe import Tokenizer
+from tinyllm.tokenizer.bpe import EncodingRules, Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-MAX_SPECIAL_TOKENS = 2**16  # each is a branch of one pattern; real vocabularies have a few hundred, or a few thousand
 TOKEN_TYPES = range(1, 7)  # besides these three: normal 1, unused 5, byte 6; all spelled in the byte alphabet
 
 
@@ -19,7 +18,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer from GGUF metadata: a plain mapping of keys to values.
 
     Needs ``tokenizer.ggml.`` model ("gpt2": byte-level BPE), pre (the pre-tokenizer), tokens, merges ("left right") and
-    token_type. Unknown and control tokens become special tokens, user defined ones added tokens.
+    token_type. Unknown and control tokens become special tokens, user defined ones added tokens. The format has no field
+    for EncodingRules: as in llama.cpp a ``llama-bpe`` vocabulary looks for whole words first, and none is brought to NFC.
 
     Raises TokenizerError for a missing key, a value of the wrong type, another model or pre-tokenizer, and a vocabulary
     that contradicts itself.
@@ -43,9 +43,6 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     for token_type in set(token_types).difference(TOKEN_TYPES):
         raise TokenizerError(f"tokenizer.ggml.token_type holds {token_type}; expected 1 to {TOKEN_TYPES[-1]}")
-    num_special = sum(token_types.count(kind) for kind in (UNKNOWN, CONTROL, USER_DEFINED))
-    if num_special > MAX_SPECIAL_TOKENS:
-        raise TokenizerError(f"the vocabulary has {num_special} special tokens; expected at most {MAX_SPECIAL_TOKENS}")
     typed_tokens = list(zip(tokens, token_types, strict=True))
     return Tokenizer(
         tokens,
@@ -53,6 +50,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         [token for token, token_type in typed_tokens if token_type in (UNKNOWN, CONTROL)],
         pre_tokenizer,
         [token for token, token_type in typed_tokens if token_type == USER_DEFINED],
+        EncodingRules(whole_words=pre_tokenizer == "llama-bpe"),
     )
 
 

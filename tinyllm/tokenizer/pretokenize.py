@@ -15,7 +15,7 @@ import regex
 
 from tinyllm.errors import TokenizerError
 
-# The names are the field `tokenizer.ggml.pre` of GGUF files; the patterns hold no capturing group (see `_compile`).
+# No pattern may hold a capturing group (see `_compile`).
 # \p{L} is any letter, \p{N} any number sign: also ², ½ and Ⅷ. Combining marks are neither, so they end a word.
 DIGIT = r"\p{N}"
 GPT2_WORD = "|".join(
@@ -28,8 +28,42 @@ GPT2_WORD = "|".join(
         r"\s+",
     )
 )
+LLAMA_BPE_WORD = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # the endings in capitals too
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, with any one sign before them: a blank, a tab, a bracket
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # punctuation takes the line ends after it along
+        r"\s*[\r\n]+",  # blank lines and their indentation are one word
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+QWEN2_WORD = LLAMA_BPE_WORD.replace(r"\p{N}{1,3}", r"\p{N}")  # the same, each number sign alone
+# Letters that know no case, and marks, are in both of these.
+CAPITAL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O_WORD = "|".join(
+    (
+        # A word starts where a capital follows a small letter, marks continue it, and an ending belongs to it.
+        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL}*{SMALL}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL}+{SMALL}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+# The names are those of GGUF files (gpt-2 is what they call gpt2), but for `whole-text`, which cuts nothing.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "smollm": (DIGIT, GPT2_WORD),
+    "gpt2": (GPT2_WORD,),
+    "gpt-2": (GPT2_WORD,),
+    "llama-bpe": (LLAMA_BPE_WORD,),
+    "qwen2": (QWEN2_WORD,),
+    "gpt-4o": (GPT4O_WORD,),
+    "whole-text": (),
 }
 
 
@@ -43,7 +77,7 @@ _COMPILED = {name: tuple(_compile(pattern) for pattern in patterns) for name, pa
 def check_pre_tokenizer(name: str) -> None:
     """Raise TokenizerError, with the list of supported names, where `name` is none of them."""
     if name not in _COMPILED:
-        raise TokenizerError(f"pre-tokenizer {reprlib.repr(name)} is not supported; expected {' or '.join(_COMPILED)}")
+        raise TokenizerError(f"pre-tokenizer {reprlib.repr(name)} is not supported; expected {', '.join(_COMPILED)}")
 
 
 def split_words(text: str, pre_tokenizer: str) -> list[str]:
@@ -55,6 +89,8 @@ def split_words(text: str, pre_tokenizer: str) -> list[str]:
     ['It', "'s", ' ', ' on', ' ', '2', '4', ' pages', '.', '\n']
     >>> split_words("a  5", "smollm")
     ['a', '  ', '5']
+    >>> split_words("a  2024\n\n", "gpt2"), split_words("a  2024\n\n", "llama-bpe")
+    (['a', ' ', ' 2024', '\n\n'], ['a', ' ', ' ', '202', '4', '\n\n'])
     """
     check_pre_tokenizer(pre_tokenizer)
     words = [text] if text else []

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tinyllm.errors import ModelFileError
 from tinyllm.weights.dequantize import GGML_TYPES, dequantize
+from tinyllm.weights.safetensors import LFS_ADVICE, LFS_POINTER
 
 MAGIC = b"GGUF"
 OLDER_MAGICS = (b"GGML", b"lmgg", b"fmgg", b"tjgg")  # GGML, GGMF and GGJT files, before August 2023
-LFS_POINTER = b"version https://git-lfs"
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
 MAX_DIMS = 4
@@ -190,7 +190,7 @@ class _Header:
         """Version and the claimed numbers of tensors and of metadata keys."""
         start = self.data[:32]
         if start.startswith(LFS_POINTER):
-            self.fail("this is a Git LFS pointer, not the model itself; run `git lfs pull` or download the file")
+            self.fail(LFS_ADVICE)
         if start[:4] in OLDER_MAGICS:
             self.fail("this is a GGML file, the format before GGUF; convert the model again or fetch a GGUF of it")
         if start[:4] != MAGIC:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyllm.config import ModelConfig
-from tinyllm.errors import ModelFileError
+from tinyllm.errors import ModelFileError, brief
 from tinyllm.weights.gguf import GGUFFile
 
 
@@ -63,6 +63,8 @@ LM_HEAD = _same("lm_head.weight", "output.weight", "vocab_size hidden_size")  # 
 PARAMETERS = (EMBEDDING, *LAYER_PARAMETERS, FINAL_NORM, LM_HEAD)
 SOURCES_PER_LAYER = sum(len(parameter.sources) for parameter in LAYER_PARAMETERS)
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 # Files may carry the rotary frequencies as a tensor; ours follow from the config (which has read GGUF's rope_freqs).
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
@@ -94,13 +96,14 @@ def parameters_from_hf(
     """Copy a Hugging Face checkpoint's tensors into the parameters of a `config` model, by name.
 
     Raises ModelFileError for a tensor that is missing, surplus, of another shape than `config` says, or not of floating
-    point numbers (a quantised checkpoint).
+    point numbers of 16 to 64 bits (a quantised checkpoint).
     """
     tensors = _without_prefix(tensors)
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point() and not name.endswith(IGNORED_SUFFIXES):
+        if tensor.dtype not in FLOATS and not name.endswith(IGNORED_SUFFIXES):  # float8 needs scales beside it
             raise ModelFileError(
-                f"tensor {name!r:.100} is {tensor.dtype}; expected floating point: quantised checkpoints need GGUF"
+                f"tensor {name!r:.100} is {tensor.dtype}; expected floating point of 16 to 64 bits: quantised "
+                "checkpoints need GGUF"
             )
     _check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, lambda source: source.huggingface)
     if config.tie_word_embeddings and "lm_head.weight" in tensors:
@@ -165,7 +168,7 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, name_of: 
             )
         if shapes[name] != shape_of(words, config):
             wanted = f"[{words}] = {list(shape_of(words, config))}"
-            raise ModelFileError(f"tensor {name!r:.100} is {list(shapes[name])}; expected {wanted}")
+            raise ModelFileError(f"tensor {name!r:.100} is {brief(list(shapes[name]))}; expected {wanted}")
     tied = {name_of(source) for source in LM_HEAD.sources} if config.tie_word_embeddings else set()
     surplus = [
         name for name in shapes if name not in expected and name not in tied and not name.endswith(IGNORED_SUFFIXES)
