@@ -69,7 +69,9 @@ def _add_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before TEXT; may be given again"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end token")
-    parser.add_argument("--model", metavar="PATH", help="a model file (default: the installed SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="a GGUF file or a Hugging Face folder (default: SmolLM2-135M-Instruct)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--attention", choices=BACKENDS, default="sdpa", help="the attention body (default sdpa)")
 

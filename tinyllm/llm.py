@@ -50,7 +50,8 @@ class Piece:
 class LLM:
     """A loaded model with an engine around it.
 
-    model None is the default model (SmolLM2-135M-Instruct), a path another GGUF file; a LoadedModel is used as it is.
+    model None is the default model (SmolLM2-135M-Instruct), a path another GGUF file or Hugging Face folder; a
+    LoadedModel is used as it is.
     attention is ``reference`` (six readable steps) or ``sdpa``; check_shapes None checks all but the fast backends.
     Raises ModelFileError, ConfigError or TokenizerError, one line each, where the model or a setting cannot work.
     """

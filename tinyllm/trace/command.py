@@ -60,7 +60,9 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--special", action="store_true", help="read control tokens such as <|im_start|> in the prompt as tokens"
     )
-    parser.add_argument("--model", metavar="PATH", help="a GGUF file (default: the installed SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="a GGUF file or a Hugging Face folder (default: SmolLM2-135M-Instruct)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument(
         "--attention", choices=BACKENDS, default="reference", help="the attention body (default reference)"
