@@ -129,7 +129,8 @@ def test_end_tokens_are_none_one_or_several(eos: Any, ids: tuple[int, ...]) -> N
     ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported; expected 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; expected one of silu, gelu, gelu_pytorch_tanh"),
+        ({"hidden_act": ["silu"]}, "is not supported; expected one of silu"),
         ({"attention_bias": True}, "attention_bias True is not supported; expected False"),
         ({"mlp_bias": True}, "mlp_bias True is not supported; expected False"),
         (

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from tinyllm.errors import ConfigError
 
+HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh")  # what the gate of the MLP may be
 MAX_SIZE = 2**31  # no real dimension comes near; a larger one is a broken file
 MAX_REAL = 1e15  # nor a rope_theta (3.6e9 exists); JSON's whole numbers have no bound, and torch's scalars have one
 
@@ -75,6 +76,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -94,6 +96,10 @@ class ModelConfig:
             raise ConfigError(f"rms_norm_eps is {self.rms_norm_eps!r:.60}; expected a number above 0 and below 1")
         if not _is_positive(self.rope_theta):
             raise ConfigError(f"rope_theta is {self.rope_theta!r:.60}; expected a positive number up to {MAX_REAL:g}")
+        if self.hidden_act not in HIDDEN_ACTS:
+            raise ConfigError(
+                f"hidden_act {self.hidden_act!r:.60} is not supported; expected one of {', '.join(HIDDEN_ACTS)}"
+            )
         if not isinstance(self.tie_word_embeddings, bool):
             raise ConfigError(f"tie_word_embeddings is {self.tie_word_embeddings!r:.60}; expected true or false")
         if self.rope_scaling and self.rope_scaling.factors and len(self.rope_scaling.factors) != self.half_dim:
@@ -145,13 +151,12 @@ def config_from_hf(values: Mapping[str, Any], name: str = "model") -> ModelConfi
     """Read a Hugging Face ``config.json`` of the Llama architecture, in transformers 4 or 5 spelling.
 
     A key that is absent or null has the value that transformers' LlamaConfig gives it. Raises ConfigError for another
-    architecture, an activation other than silu, biases, or an impossible value; the file's values are not trusted.
+    architecture, an unknown activation, biases, or an impossible value; the file's values are not trusted.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config.json holds a {type(values).__name__}; expected an object")
     for key, expected in (
         ("model_type", "llama"),
-        ("hidden_act", "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
     ):
@@ -177,6 +182,7 @@ def config_from_hf(values: Mapping[str, Any], name: str = "model") -> ModelConfi
         rms_norm_eps=_get(values, "rms_norm_eps", 1e-6),
         rope_theta=_get(rope, "rope_theta", 10000.0),
         rope_scaling=_rope_scaling_from_hf(rope),
+        hidden_act=_get(values, "hidden_act", "silu"),
         tie_word_embeddings=_get(values, "tie_word_embeddings", False),
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),

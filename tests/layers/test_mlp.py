@@ -1,18 +1,27 @@
 """The SwiGLU block against torch's own pieces."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear, silu
+from transformers.activations import ACT2FN
 
-from tinyllm.config import ModelConfig
-from tinyllm.layers.mlp import MLP, silu_and_mul
+from tinyllm.config import HIDDEN_ACTS, ModelConfig
+from tinyllm.layers.mlp import GATES, MLP, silu_and_mul
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 99))
 def test_silu_and_mul_equals_torch(num_tokens, intermediate_size, seed):
     gate, up = torch.randn(2, num_tokens, intermediate_size, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(silu_and_mul(torch.cat([gate, up], dim=-1)), silu(gate) * up)
+
+
+@pytest.mark.parametrize("hidden_act", HIDDEN_ACTS)
+def test_every_activation_equals_transformers(hidden_act):
+    gate, up = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0))
+    expected = ACT2FN[hidden_act](gate) * up
+    torch.testing.assert_close(GATES[hidden_act](torch.cat([gate, up], dim=-1)), expected)
 
 
 def test_gate_and_up_are_the_two_halves_of_one_product():

@@ -1,18 +1,21 @@
 """Costs: nothing is left out, linears equal torch's own counter, attention its pairs counted one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tinyllm import SamplingParams
 from tinyllm.batch import build_batch
-from tinyllm.config import CacheConfig, ModelConfig
+from tinyllm.config import HIDDEN_ACTS, CacheConfig, ModelConfig
 from tinyllm.kv_cache import KVCache
 from tinyllm.layers.linear import Linear
 from tinyllm.model import Decoder
 from tinyllm.trace import Ledger, Recorder
 from tinyllm.trace.collect import collect_operations
 from tinyllm.trace.costs import COMPOSITES, KIND_LETTERS, PARTS, STAGES, count
+from tinyllm.weights.load import build_decoder
 
 SMOLLM2 = ModelConfig(
     hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=49152,
@@ -72,9 +75,10 @@ SPECIAL = {"Embedding.forward", "write_kv", "gather_kv", "RotaryEmbedding.forwar
 PLAIN = STAGES.keys() - SPECIAL - {name for name, stage in STAGES.items() if stage.kind == "view"}
 
 
-def random_step(tiny_llm, dtype: torch.dtype, tiny_model):
+def random_step(tiny_llm, dtype: torch.dtype, tiny_model, hidden_act: str = "silu"):
     """The operations of a step of one greedy and one random request, so that every stage of the sampler runs."""
-    llm = tiny_llm(tiny_model("llama_gqa", "reference", dtype))
+    decoder = tiny_model("llama_gqa", "reference", dtype)
+    llm = tiny_llm(build_decoder(replace(decoder.config, hidden_act=hidden_act), decoder.state_dict()))
     params = [SamplingParams(), SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=1)]
     for request in llm.make_requests([[1, 2, 3], [4, 5]], params):
         llm.engine.add_request(request)
@@ -88,7 +92,8 @@ def random_step(tiny_llm, dtype: torch.dtype, tiny_model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_the_operands_moved_once(tiny_llm, tiny_model, dtype):
     """For plain stages the formula equals the bytes of the recorded arguments and results, each in its own type."""
-    operations = [o for o in random_step(tiny_llm, dtype, tiny_model) if o.function in PLAIN]
+    steps = [random_step(tiny_llm, dtype, tiny_model, hidden_act) for hidden_act in HIDDEN_ACTS]
+    operations = [operation for step in steps for operation in step if operation.function in PLAIN]
     assert {o.function for o in operations} == PLAIN
     for operation in operations:
         assert operation.bytes_read == sum(operation.tensors[name].num_bytes for name in operation.inputs), (

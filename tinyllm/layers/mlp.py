@@ -22,6 +22,33 @@ def silu_and_mul(
     return nn.functional.silu(gate) * up
 
 
+def gelu_and_mul(
+    gate_up: Float[Tensor, "num_tokens gate_up_size"],
+) -> Float[Tensor, "num_tokens intermediate_size"]:
+    """gelu(gate) * up, with the exact normal distribution (arXiv 1606.08415; vLLM: ``GeluAndMul``)."""
+    gate: Float[Tensor, "num_tokens intermediate_size"]
+    up: Float[Tensor, "num_tokens intermediate_size"]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(
+    gate_up: Float[Tensor, "num_tokens gate_up_size"],
+) -> Float[Tensor, "num_tokens intermediate_size"]:
+    """gelu(gate) * up, with the distribution told by a tanh, as some checkpoints were trained."""
+    gate: Float[Tensor, "num_tokens intermediate_size"]
+    up: Float[Tensor, "num_tokens intermediate_size"]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return nn.functional.gelu(gate, approximate="tanh") * up
+
+
+GATES = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}  # by the config's hidden_act
+
+
 class MLP(nn.Module):
     """Widen, gate, narrow; gate and up are one matrix product because their weights are stored as one."""
 
@@ -29,10 +56,11 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, config.gate_up_size)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.gate_and_mul = GATES[config.hidden_act]
 
     def forward(self, x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "num_tokens hidden_size"]:
-        """down(silu(gate(x)) * up(x)), row by row: no token sees another one here."""
+        """down(act(gate(x)) * up(x)), row by row: no token sees another one here."""
         gate_up: Float[Tensor, "num_tokens gate_up_size"] = self.gate_up_proj(x)
-        activated: Float[Tensor, "num_tokens intermediate_size"] = silu_and_mul(gate_up)
+        activated: Float[Tensor, "num_tokens intermediate_size"] = self.gate_and_mul(gate_up)
         out: Float[Tensor, "num_tokens hidden_size"] = self.down_proj(activated)
         return out

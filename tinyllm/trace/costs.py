@@ -81,6 +81,12 @@ STAGES: dict[str, Stage] = {
     "silu_and_mul": Stage(
         "elementwise", "{gate_up} -> {result}",
         "5*num_tokens*intermediate_size", read="e*num_tokens*gate_up_size", write="e*num_tokens*intermediate_size"),
+    "gelu_and_mul": Stage(
+        "elementwise", "{gate_up} -> {result}",
+        "6*num_tokens*intermediate_size", read="e*num_tokens*gate_up_size", write="e*num_tokens*intermediate_size"),
+    "gelu_tanh_and_mul": Stage(
+        "elementwise", "{gate_up} -> {result}",
+        "10*num_tokens*intermediate_size", read="e*num_tokens*gate_up_size", write="e*num_tokens*intermediate_size"),
     "gather_rows": Stage(
         "gather", "{hidden} -> {result}", read="e*num_logits*hidden_size+8*num_logits", write="e*num_logits*hidden_size"),
     "lm_head": Stage(
