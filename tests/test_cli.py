@@ -259,3 +259,20 @@ def test_a_real_ctrl_c_ends_the_answer_and_a_pipe_ends_the_chat():
     out, err = process.communicate(b"/exit\n", timeout=60)
     assert (process.returncode, err) == (0, b"")
     assert out.endswith(b"\n")
+
+
+def test_models_says_what_a_model_is(tinyllm):
+    code, out, err = tinyllm(
+        "models", str(BAD_FILES.parent / "gguf" / "llama_f32.gguf"), str(BAD_FILES.parent / "tiny" / "llama_mqa")
+    )
+    assert (code, err) == (0, "")
+    assert out.count("hidden_size") == 2 and "num_kv_heads             1  " in out
+    code, out, err = tinyllm("models")
+    assert (code, err) == (0, "")
+    assert out.startswith("SmolLM2-135M-Instruct.Q4_1.gguf: ") and "(the default model)" in out.splitlines()[0]
+    assert "  parameters  134,515,008\n" in out and "  KV cache    46,080 bytes a token in float32\n" in out
+
+
+def test_models_refuses_what_is_none(tinyllm):
+    code, out, err = tinyllm("models", "no/such/file.gguf")
+    assert (code, out) == (2, "") and "no/such/file.gguf" in err and len(err.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""``tinyllm generate``, ``tinyllm chat`` and ``tinyllm trace``."""
+"""``tinyllm generate``, ``chat``, ``models`` and ``trace``."""
 
 import argparse
 import contextlib
@@ -7,14 +7,19 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
-from tinyllm.console import Parser, progress, run
+from tinyllm.console import Parser, one_line, progress, run
 from tinyllm.errors import ModelFileError, RequestError
 from tinyllm.layers.attention.backends import BACKENDS
 from tinyllm.llm import LLM
 from tinyllm.request import SamplingParams
+from tinyllm.shapes import WORDS
 from tinyllm.trace import command as trace_command
-from tinyllm.weights.load import DTYPES
+from tinyllm.weights.load import DTYPES, describe_model
 
+MODELS_EXAMPLES = """examples:
+  tinyllm models
+  tinyllm models model.gguf path/to/folder
+"""
 GENERATE_EXAMPLES = """examples:
   tinyllm generate "The capital of France is"
   tinyllm generate "Once upon a time" "The sky is" --max-tokens 40 --temperature 0.8 --top-p 0.9 --seed 1
@@ -52,6 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     chat.add_argument("--system", metavar="TEXT", help="what the model should know or be (default: its template's)")
     _add_options(chat, max_tokens=512)
+    models = commands.add_parser("models", help="say what a model is, without its weights", epilog=MODELS_EXAMPLES,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    models.add_argument("paths", nargs="*", metavar="PATH", help="GGUF files or folders (default: the default model)")
     commands.add_parser("trace", add_help=False, help="print every dimension change; tinyllm trace --help")
     return parser
 
@@ -83,10 +91,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace_command.main(arguments[1:], prog="tinyllm trace")
         return
     args = make_parser().parse_args(arguments)
+    if args.command == "models":
+        for path in args.paths or [None]:
+            print("\n".join(_describe(path)))
+        return
     params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.max_tokens,
                             ignore_eos=args.ignore_eos, stop=args.stop)  # fmt: skip
     command = {"generate": _generate, "chat": _chat}[args.command]
     command(args, params)
+
+
+def _describe(path: str | None) -> Iterator[str]:
+    """What a model is: its file, its size, and every dimension that it fixes, in the glossary's words."""
+    found, config, num_parameters = describe_model(path)
+    yield one_line(f"{found.name}: {config.name}" + ("" if path else " (the default model)"))
+    yield f"  path        {one_line(str(found))}"
+    yield f"  parameters  {num_parameters:,}"
+    yield f"  positions   {config.max_positions}"
+    kv_bytes = 2 * config.num_layers * config.kv_size * 4
+    yield f"  KV cache    {kv_bytes:,} bytes a token in float32"
+    for word, size in config.dims().items():
+        yield f"  {word:18}{size:>8}  {WORDS[word].meaning}"
 
 
 def _load(args: argparse.Namespace) -> LLM:

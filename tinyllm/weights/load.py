@@ -1,5 +1,6 @@
 """A model on disk, a GGUF file or a Hugging Face folder, becomes a decoder with weights and a tokenizer."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,15 @@ from tinyllm.weights.gguf import read_gguf
 from tinyllm.weights.gguf_config import config_from_gguf
 from tinyllm.weights.hf_folder import begins_with_bos, read_chat_template, read_config, read_tensors
 from tinyllm.weights.hub import fetch, is_hub_name
-from tinyllm.weights.names import parameters_from_gguf, parameters_from_hf
+from tinyllm.weights.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_PARAMETERS,
+    LM_HEAD,
+    parameters_from_gguf,
+    parameters_from_hf,
+    shape_of,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -88,6 +97,16 @@ def load_weights(path: str | Path | None = None, dtype: str = "float32") -> tupl
     model = _open(path)
     with _errors_name(model.path):
         return model.config, model.read_parameters(weight_dtype)
+
+
+def describe_model(path: str | Path | None = None) -> tuple[Path, ModelConfig, int]:
+    """(where it is, its settings, its number of parameters), of the same paths as `load_model`; no weight is read."""
+    model = _open(path)
+    config = model.config
+    once = [EMBEDDING, FINAL_NORM, *([] if config.tie_word_embeddings else [LM_HEAD])]
+    sizes = [math.prod(shape_of(parameter.words, config)) for parameter in once]
+    layer_sizes = [math.prod(shape_of(parameter.words, config)) for parameter in LAYER_PARAMETERS]
+    return model.path, config, sum(sizes) + config.num_layers * sum(layer_sizes)
 
 
 def _find_dtype(dtype: str) -> torch.dtype:
