@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import weakref
+from dataclasses import replace
 
 import jaxtyping
 import pytest
@@ -13,7 +14,7 @@ from tinyllm import SamplingParams
 from tinyllm.layers.attention import reference
 from tinyllm.layers.norm import RMSNorm, rms_norm
 from tinyllm.trace import Recorder
-from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, self_test
+from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, _inherited_words, self_test
 
 
 @pytest.fixture
@@ -224,3 +225,31 @@ def test_a_batch_is_not_kept_alive_by_its_trace(tiny_llm):
         batch = weakref.ref(llm.engine.step().batch)
     gc.collect()
     assert batch() is None and recorder.calls
+
+
+def test_an_argument_s_dead_tensor_lends_its_words_to_nobody(tmp_path, monkeypatch):
+    """``a, b = f(g(y))``: both calls stand on the line, and g's result may have had the identity that b has now."""
+    scope = write_module(tmp_path, monkeypatch, """
+def g(y: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "2 num_tokens"]:
+    return y.T[:2]
+
+
+def f(z: Float[Tensor, "2 num_tokens"]) -> tuple[Float[Tensor, " num_tokens"], Float[Tensor, " num_tokens"]]:
+    return z[0] + 1, z[1] + 1
+
+
+def h(y: Float[Tensor, "num_tokens hidden_size"]) -> None:
+    a, b = f(g(y))
+""")  # fmt: skip
+    with Recorder() as recorder:
+        scope["h"](torch.zeros(3, 4))
+    (call,) = recorder.calls
+    inner, outer = call.children
+    assert (inner.name, outer.name) == ("g", "f")
+    b = call.value("b")
+    assert b and b.words == ("num_tokens",)
+    # The dead result of g is made to look like b: b still gets f's words.
+    value = torch.zeros(3)
+    outer.values[:] = [replace(v, identity=id(value)) if v.name == "result[1]" else v for v in outer.values]
+    inner.values[:] = [replace(v, identity=id(value)) for v in inner.values]
+    assert _inherited_words(call, call.spec.call_lines["b"], value) == ("num_tokens",)

@@ -222,11 +222,14 @@ def _is_frame_of(frame: FrameType, spec: FunctionSpec) -> bool:
 
 
 def _inherited_words(call: Call, lines: range | None, value: Any) -> Words | None:
-    """``a, b = f(x)`` cannot carry annotations: the names take the words of f's results, told by identity and line."""
-    for child in call.children if lines else ():
-        for result in child.values:
-            if child.line in (lines or ()) and result.role == "result" and result.identity == id(value):
-                return result.words
+    """``a, b = f(x, g(y))`` cannot carry annotations: the names take the words of f's results, told by identity.
+
+    f is the last call on those lines; g's result may be dead by now, and its identity another tensor's.
+    """
+    calls = [child for child in call.children if child.line in lines] if lines else []
+    for result in calls[-1].values if calls else ():
+        if result.role == "result" and result.identity == id(value):
+            return result.words
     return None
 
 
