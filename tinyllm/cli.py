@@ -4,17 +4,17 @@ import argparse
 import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from tinyllm.console import Parser, one_line, progress, run
-from tinyllm.errors import ModelFileError, RequestError
+from tinyllm.errors import RequestError
 from tinyllm.layers.attention.backends import BACKENDS
-from tinyllm.llm import LLM
+from tinyllm.llm import LLM, check_finish_reasons
 from tinyllm.request import SamplingParams
 from tinyllm.shapes import WORDS
 from tinyllm.trace import command as trace_command
-from tinyllm.weights.load import DTYPES, describe_model
+from tinyllm.weights.load import DTYPES, check_prompt, describe_model
 
 MODELS_EXAMPLES = """examples:
   tinyllm models
@@ -123,17 +123,12 @@ def _generate(args: argparse.Namespace, params: SamplingParams) -> None:
     if args.prompts.count(STDIN) > 1:
         raise RequestError("standard input is named twice; expected one prompt that is -")
     prompts = [_read_stdin() if prompt == STDIN else prompt for prompt in args.prompts]
-    if "" in prompts:
-        raise RequestError("the prompt is empty; expected at least one character")
+    for prompt in prompts:
+        check_prompt(prompt)
     completions = _load(args).generate(prompts, params, parse_special=args.special)
     for completion in completions:
         print(completion.prompt + completion.text)
-    _check_reasons(completion.finish_reason for completion in completions)
-
-
-def _check_reasons(reasons: Iterable[str | None]) -> None:
-    if "error" in reasons:
-        raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
+    check_finish_reasons(completion.finish_reason for completion in completions)
 
 
 def _chat(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -158,7 +153,7 @@ def _answer(llm: LLM, messages: Sequence[dict[str, str]], params: SamplingParams
             text, reason = text + piece.text, piece.finish_reason
             print(piece.text, end="", flush=True)
     print(flush=True)
-    _check_reasons([reason])
+    check_finish_reasons([reason])
     return text
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.engine import Engine, StepOutput
-from tinyllm.errors import ConfigError, RequestError, brief
+from tinyllm.errors import ConfigError, ModelFileError, RequestError, brief
 from tinyllm.layers.attention.backends import FAST_BACKENDS
 from tinyllm.request import Request, RequestStatus, SamplingParams
 from tinyllm.tokenizer.bpe import Tokenizer
@@ -279,6 +279,12 @@ class _Answer:
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
+
+
+def check_finish_reasons(reasons: Iterable[str | None]) -> None:
+    """ModelFileError where a request ended because its logits held nothing that could be sampled."""
+    if "error" in reasons:
+        raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
 
 
 def _known_ids(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:

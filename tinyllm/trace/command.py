@@ -13,16 +13,16 @@ from rich.text import Text
 
 from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.console import Parser, progress
-from tinyllm.errors import ConfigError, ModelFileError, RequestError, brief
+from tinyllm.errors import ConfigError, RequestError, brief
 from tinyllm.layers.attention.backends import BACKENDS
-from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM
+from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons
 from tinyllm.request import Request, SamplingParams
-from tinyllm.trace.record import StepRecord, to_symbol
+from tinyllm.trace.record import StepRecord, sizes_by_symbol, to_symbol
 from tinyllm.trace.recorder import self_test
 from tinyllm.trace.session import request_label, trace_steps
 from tinyllm.trace.terminal import WIDTH, Options, render_completions, render_header, render_prompts, render_step
 from tinyllm.trace.to_json import SCHEMA_ID, step_to_json
-from tinyllm.weights.load import DTYPES, LoadedModel, load_model
+from tinyllm.weights.load import DTYPES, LoadedModel, check_prompt, load_model
 
 EXAMPLES = """examples:
   python -m tinyllm.trace "The capital of France is"
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace
         temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
     )
     self_test()
-    if "" in args.prompts:
-        raise RequestError("the prompt is empty; expected at least one character")
+    for prompt in args.prompts:
+        check_prompt(prompt)
     CacheConfig(args.block_size)
     SchedulerConfig(1, args.max_num_batched_tokens, 1)
     _check_json(args.json)
@@ -101,8 +101,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace
     llm, requests = _prepare(loaded, args, params)
     with _open_json(args.json) as json_file:
         _trace(llm, requests, args, options, Output(json_file, is_text=args.json != "-"))
-    if any(request.finish_reason == "error" for request in requests):
-        raise ModelFileError("no token could be sampled: the model's logits are not finite; its weights may be damaged")
+    check_finish_reasons(request.finish_reason for request in requests)
 
 
 def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -206,7 +205,7 @@ def _header(llm: LLM, args: argparse.Namespace, dims: dict[str, int]) -> dict[st
         "model": llm.loaded.config.name,
         "dtype": args.dtype,
         "attention": llm.loaded.attention,
-        "dims": {to_symbol(word): size for word, size in dims.items() if to_symbol(word).isidentifier()},
+        "dims": sizes_by_symbol(dims),
         "words": {to_symbol(word): word for word in dims if to_symbol(word).isidentifier()},
         "conventions": {
             "flops": "a multiply-add counts 2",

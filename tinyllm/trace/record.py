@@ -164,3 +164,8 @@ def to_symbol(word: str) -> str:
     """The symbol of a word, a literal or ``num_reqs+1``."""
     base, plus, rest = word.partition("+")
     return (WORDS[base].symbol if base in WORDS else base) + plus + rest
+
+
+def sizes_by_symbol(dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes under their symbols; a symbol that is an expression over others, such as ``nq*d``, needs no entry."""
+    return {to_symbol(word): size for word, size in dims.items() if to_symbol(word).isidentifier()}

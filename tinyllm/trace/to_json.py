@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinyllm.trace.record import Operation, RequestRecord, StepRecord, TensorRecord, to_symbol
+from tinyllm.trace.record import Operation, RequestRecord, StepRecord, TensorRecord, sizes_by_symbol
 
 SCHEMA_ID = "tinyllm.trace/1"
 
@@ -10,13 +10,12 @@ SCHEMA_ID = "tinyllm.trace/1"
 def step_to_json(step: StepRecord) -> dict[str, Any]:
     """One step as the plain values of schema.json."""
     first_seen: dict[tuple, str] = {}
-    symbols = {to_symbol(word): size for word, size in step.dims.items()}
     return {
         "schema": SCHEMA_ID,
         "type": "step",
         "step": step.index,
         "phase": step.phase,
-        "dims": {symbol: size for symbol, size in symbols.items() if symbol.isidentifier()},
+        "dims": sizes_by_symbol(step.dims),
         "requests": [_request_to_json(request) for request in step.requests],
         "scheduler": _scheduler_to_json(step),
         "batch": dict(step.batch_values),

@@ -19,7 +19,7 @@ from tinyllm.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_jso
 from tinyllm.weights.default import find_default_model
 from tinyllm.weights.gguf import read_gguf
 from tinyllm.weights.gguf_config import config_from_gguf
-from tinyllm.weights.hf_folder import begins_with_bos, read_chat_template, read_config, read_tensors
+from tinyllm.weights.hf_folder import TOKENIZER, begins_with_bos, read_chat_template, read_config, read_tensors
 from tinyllm.weights.hub import fetch, is_hub_name
 from tinyllm.weights.names import (
     EMBEDDING,
@@ -48,12 +48,17 @@ class LoadedModel:
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt; RequestError where it is empty, or has no byte that the vocabulary can spell."""
-        if not text:
-            raise RequestError("the prompt is empty; expected at least one character")
+        check_prompt(text)
         token_ids = self.tokenizer.encode(text, parse_special=parse_special)
         if not token_ids:
             raise RequestError(f"the prompt {text!r:.40} has no token: this vocabulary spells none of its bytes")
         return [*self.bos_prefix, *token_ids]
+
+
+def check_prompt(text: str) -> None:
+    """RequestError where a prompt is empty; needs no model, so that a command can say so before it loads one."""
+    if not text:
+        raise RequestError("the prompt is empty; expected at least one character")
 
 
 @dataclass(frozen=True)
@@ -159,9 +164,9 @@ def _open_folder(folder: Path) -> _OpenModel:
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
-        raise TokenizerError("the folder has no tokenizer.json; fetch it, too")
+        raise TokenizerError(f"the folder has no {TOKENIZER}; fetch it, too")
     return tokenizer_from_json(path)
 
 
