@@ -1,10 +1,13 @@
 """Exit codes and streams, whatever the command raises."""
 
 import argparse
+import io
+import sys
+import time
 
 import pytest
 
-from tinyllm.console import Parser, progress, run
+from tinyllm.console import Parser, run, working
 from tinyllm.errors import RequestError
 
 
@@ -49,5 +52,32 @@ def test_usage_errors_are_one_line(capsys):
 
 
 def test_progress_is_for_people_only(capsys):
-    progress("loading")
+    with working("loading") as say:
+        say("half way")
     assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    """What a person at a terminal would get."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_sees_what_takes_a_moment(term, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with pytest.raises(KeyboardInterrupt), working("reading [b]") as say:
+        say("at 7 of 9")
+        time.sleep(0.3)  # two turns of the spinner
+        raise KeyboardInterrupt
+    text = terminal.getvalue()
+    if term == "dumb":
+        assert text == "reading [b] ...\n"
+    else:
+        assert "reading [b]" in text
+        assert "at 7 of 9" in text
+        assert text.endswith("\x1b[2K"), "the line is taken away, whatever ended the work"
+        assert text.isascii()
+    assert capsys.readouterr().out == ""

@@ -9,6 +9,7 @@ import torch
 
 import tinyllm.engine
 from tinyllm import LLM, ConfigError, ModelFileError, RequestError, SamplingParams
+from tinyllm.llm import how_far
 from tinyllm.weights.load import build_decoder
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -105,6 +106,40 @@ def test_stop_token_ids_end_an_answer(tiny_llm):
     cut = free.token_ids.index(stop) + 1
     (stopped,) = tiny_llm().generate("abc", SamplingParams(max_tokens=10, ignore_eos=True, stop_token_ids=[255, stop]))
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:cut], "stop")
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "eos_token_ids"])
+def test_the_token_that_stopped_an_answer_is_no_part_of_its_text(field, tiny_llm):
+    plain = tiny_llm()
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    (free,) = plain.generate("abc", params)
+    stop = free.token_ids[3]
+    cut = free.token_ids.index(stop)
+    if field == "eos_token_ids":
+        llm = LLM(replace(plain.loaded, config=replace(plain.loaded.config, eos_token_ids=(stop,))))
+        params = replace(params, ignore_eos=False)
+    else:
+        llm, params = plain, replace(params, stop_token_ids=[stop])
+    (stopped,) = llm.generate("abc", params)
+    assert stopped.token_ids == free.token_ids[: cut + 1]
+    assert stopped.text == llm.tokenizer.decode(free.token_ids[:cut])
+    (shown,) = llm.generate("abc", replace(params, include_stop_str_in_output=True))
+    assert shown.text == llm.tokenizer.decode(free.token_ids[: cut + 1])
+    for one in (params, replace(params, include_stop_str_in_output=True)):
+        assert "".join(piece.text for piece in llm.stream("abc", one)) == llm.generate("abc", one)[0].text
+
+
+def test_how_far_counts_a_preempted_prompt_again(tiny_llm):
+    llm = tiny_llm(max_num_batched_tokens=2)
+    (request,) = llm.make_requests("abc", FIVE)
+    words = []
+    for _ in llm.run([request]):
+        words.append(how_far([request]))
+    assert words[:2] == [
+        "computed 2 of 3 prompt tokens, sampled 0 tokens",
+        "computed 3 of 3 prompt tokens, sampled 1 tokens",
+    ]
+    assert words[-1] == "computed 3 of 3 prompt tokens, sampled 5 tokens"
 
 
 def test_an_end_token_ends_an_answer_unless_it_is_ignored(tiny_llm):
@@ -384,6 +419,8 @@ def test_the_begin_and_end_tokens_are_variables(chat_llm):
     assert LLM(replace(loaded, config=config)).encode_chat(QUESTION) == list(b"[ab]")
     config = replace(loaded.config, bos_token_id=None, eos_token_ids=())
     assert LLM(replace(loaded, config=config)).encode_chat(QUESTION) == list(b"[]")
+    named = replace(loaded, config=replace(config, eos_token_ids=(98,)), special_tokens={"eos_token": "<e>"})
+    assert LLM(named).encode_chat(QUESTION) == list(b"[<e>]"), "what the files say goes before the config's id"
 
 
 def test_a_model_without_a_template_says_so(chat_llm):

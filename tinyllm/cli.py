@@ -3,14 +3,15 @@
 import argparse
 import contextlib
 import importlib.metadata
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from tinyllm.console import Parser, one_line, progress, run
+from tinyllm.console import Parser, one_line, run, working
 from tinyllm.errors import RequestError
 from tinyllm.layers.attention.backends import BACKENDS
-from tinyllm.llm import LLM, check_finish_reasons
+from tinyllm.llm import LLM, check_finish_reasons, how_far
 from tinyllm.request import SamplingParams
 from tinyllm.shapes import WORDS
 from tinyllm.trace import command as trace_command
@@ -115,8 +116,8 @@ def _describe(path: str | None) -> Iterator[str]:
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    progress("loading the model ...")
-    return LLM(args.model, dtype=args.dtype, attention=args.attention)
+    with working("loading the model"):
+        return LLM(args.model, dtype=args.dtype, attention=args.attention)
 
 
 def _generate(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -125,7 +126,12 @@ def _generate(args: argparse.Namespace, params: SamplingParams) -> None:
     prompts = [_read_stdin() if prompt == STDIN else prompt for prompt in args.prompts]
     for prompt in prompts:
         check_prompt(prompt)
-    completions = _load(args).generate(prompts, params, parse_special=args.special)
+    llm = _load(args)
+    requests = llm.make_requests(prompts, params, parse_special=args.special)
+    with working(how_far(requests)) as say:
+        for _ in llm.run(requests):
+            say(how_far(requests))
+    completions = [llm.completion(request) for request in requests]
     for completion in completions:
         print(completion.prompt + completion.text)
     check_finish_reasons(completion.finish_reason for completion in completions)
@@ -149,7 +155,9 @@ def _answer(llm: LLM, messages: Sequence[dict[str, str]], params: SamplingParams
         contextlib.suppress(KeyboardInterrupt),
         contextlib.closing(llm.stream(llm.encode_chat(messages), params)) as pieces,
     ):
-        for piece in pieces:
+        with working("reading the conversation"):
+            first = next(pieces)
+        for piece in itertools.chain([first], pieces):
             text, reason = text + piece.text, piece.finish_reason
             print(piece.text, end="", flush=True)
     print(flush=True)

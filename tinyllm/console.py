@@ -5,8 +5,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
 from tinyllm.errors import TinyllmError
 
@@ -63,7 +68,18 @@ def one_line(text: str, max_length: int = 1000) -> str:
     return line if len(line) <= max_length else line[:max_length] + "..."
 
 
-def progress(message: str) -> None:
-    """A word on stderr about something that takes a moment; only people at a terminal see it."""
-    if sys.stderr.isatty():
-        print(message, file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def working(message: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what takes a moment; the caller may say how far it is. Only people at a terminal see it.
+
+    Print nothing to that terminal meanwhile: the line is rewritten in place, and gone at the end.
+    """
+    if not sys.stderr.isatty():
+        yield lambda message: None
+        return
+    console = Console(stderr=True, highlight=False)
+    if console.is_dumb_terminal:  # it cannot rewrite a line
+        print(f"{message} ...", file=sys.stderr, flush=True)
+    spinner = Spinner("line", Text(message))
+    with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+        yield lambda message: spinner.update(text=Text(message))

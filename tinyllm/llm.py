@@ -28,7 +28,7 @@ BYTES = (bytes, bytearray, memoryview)  # sequences of ints that nobody means as
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt. `text` leaves special tokens out; `token_ids` holds all of them, the end token too."""
+    """The answer to one prompt. `token_ids` holds every token; `text` leaves out the special ones and the one that stopped it."""
 
     prompt: str
     prompt_token_ids: tuple[int, ...]
@@ -140,11 +140,8 @@ class LLM:
         loaded = self.loaded
         if loaded.chat_template is None:
             raise RequestError("this model has no chat template; use generate, or a model that was tuned for chat")
-        names = [
-            None if token_id is None else self._decode([token_id])
-            for token_id in (loaded.config.bos_token_id, *loaded.config.eos_token_ids[:1])
-        ]
-        return ChatTemplate(loaded.chat_template, self.tokenizer, *names).encode(messages, **variables)
+        template = ChatTemplate(loaded.chat_template, self.tokenizer, **loaded.template_tokens)
+        return template.encode(messages, **variables)
 
     def run(self, requests: Sequence[Request]) -> Generator[StepOutput, None, None]:
         """Run requests to their end, and hand out each step; whoever stops listening gives the requests up.
@@ -258,9 +255,17 @@ class _Answer:
         start = self._request.num_prompt_tokens + self._num_read
         for token_id in self._request.token_ids[start:]:
             self._num_read += 1
+            if self._is_hidden(token_id):
+                continue
             piece = self._detokenizer.push(_known_ids([token_id], self._tokenizer))
             self._pieces.append(self._finder.push(piece))
         return self._finder.matched is not None
+
+    def _is_hidden(self, token_id: int) -> bool:
+        """The token that stopped the request is no part of its text, as a stop string is none."""
+        request = self._request
+        is_last = self._num_read == request.num_tokens - request.num_prompt_tokens
+        return is_last and token_id == request.stop_token_id and not request.params.include_stop_str_in_output
 
     def text(self) -> str:
         """The text since the last call, to its very end."""
@@ -279,6 +284,18 @@ class _Answer:
         text = "".join(self._pieces)
         self._pieces.clear()
         return text
+
+
+def how_far(requests: Sequence[Request]) -> str:
+    """What has been computed of these requests, in a few words.
+
+    >>> how_far([Request("0", [5, 6, 7], SamplingParams())])
+    'computed 0 of 3 prompt tokens, sampled 0 tokens'
+    """
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+    num_computed = sum(min(request.num_computed_tokens, request.num_prompt_tokens) for request in requests)
+    num_sampled = sum(request.num_tokens - request.num_prompt_tokens for request in requests)
+    return f"computed {num_computed:,} of {num_prompt_tokens:,} prompt tokens, sampled {num_sampled:,} tokens"
 
 
 def check_finish_reasons(reasons: Iterable[str | None]) -> None:

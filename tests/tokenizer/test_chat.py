@@ -63,6 +63,18 @@ def test_other_families(row, byte_tokenizer):
     assert template.render(row["messages"], row["add_generation_prompt"], **tools, **row["kwargs"]) == row["text"]
 
 
+@pytest.mark.parametrize("name", OTHER["templates"])
+def test_ids_of_other_families(name, vocabulary):
+    """Their own vocabularies give the ids of the whole text with control tokens read: ours are the same, part by part."""
+    template = ChatTemplate(OTHER["templates"][name], vocabulary(name), OTHER["bos"][name])
+    rows = [row for row in OTHER["rows"] if row["vocab"] == name]
+    for row in rows:
+        tools = {"tools": row["tools"]} if "tools" in row else {}
+        ids = template.encode(row["messages"], row["add_generation_prompt"], **tools, **row["kwargs"])
+        assert ids == row["ids"], row["name"]
+    assert len(rows) >= 5
+
+
 def test_case_098_a_template_may_ignore_the_generation_prompt(byte_tokenizer):
     template = ChatTemplate(OTHER["templates"]["llama3"], byte_tokenizer, "<|begin_of_text|>")
     assert template.render(HELLO, True) == template.render(HELLO, False)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinyllm.errors import ConfigError, ModelFileError, TinyllmError, TokenizerError
-from tinyllm.weights.hf_folder import begins_with_bos, read_chat_template, read_config, read_json
+from tinyllm.weights.hf_folder import begins_with_bos, read_chat_template, read_config, read_json, read_special_tokens
 from tinyllm.weights.load import build_decoder, load_model, load_weights
 
 DATA = Path(__file__).parents[1] / "data"
@@ -387,6 +387,21 @@ def test_end_tokens_of_both_files_stop(config, generation, ids, tmp_path):
     assert read_config(tmp_path / "model").eos_token_ids == ids
     (tmp_path / "model" / "generation_config.json").unlink()
     assert read_config(tmp_path / "model").eos_token_ids == (tuple(config or ()) if config != 2 else (2,))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_config", "expected"),
+    [
+        (None, {}),
+        ({"bos_token": None, "eos_token": 7}, {}),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ({"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}}, {"eos_token": "<|im_end|>"}),
+    ],
+)
+def test_the_texts_of_begin_and_end_token(tokenizer_config, expected, tmp_path):
+    if tokenizer_config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    assert read_special_tokens(tmp_path) == expected
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,13 @@ def test_a_folder_s_chat_template_comes_along(write_folder):
     assert load_model(folder).chat_template == "{{ messages[0]['content'] }}"
 
 
+def test_a_folder_s_end_token_is_what_its_tokenizer_says(write_folder):
+    folder = write_folder()
+    by_id = load_model(folder).template_tokens
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    assert load_model(folder).template_tokens == {**by_id, "eos_token": "<|im_end|>"}
+
+
 def test_an_unusable_tokenizer_json_names_the_folder(write_folder):
     with pytest.raises(TokenizerError, match=r"^folder: "):
         load_model(write_folder(decoder={"type": "Metaspace"}))

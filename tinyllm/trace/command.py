@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from tinyllm.config import CacheConfig, SchedulerConfig
-from tinyllm.console import Parser, progress
+from tinyllm.console import Parser, working
 from tinyllm.errors import ConfigError, RequestError, brief
 from tinyllm.layers.attention.backends import BACKENDS
-from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons
+from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons, how_far
 from tinyllm.request import Request, SamplingParams
 from tinyllm.trace.record import StepRecord, sizes_by_symbol, to_symbol
 from tinyllm.trace.recorder import self_test
@@ -95,8 +96,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace
     CacheConfig(args.block_size)
     SchedulerConfig(1, args.max_num_batched_tokens, 1)
     _check_json(args.json)
-    progress("loading the model ...")
-    loaded = load_model(args.model, args.dtype, args.attention)
+    with working("loading the model"):
+        loaded = load_model(args.model, args.dtype, args.attention)
     options = Options(_check_layers(args.layers, loaded.config.num_layers), args.full)
     llm, requests = _prepare(loaded, args, params)
     with _open_json(args.json) as json_file:
@@ -141,6 +142,7 @@ def make_console() -> Console:
         file=sys.stdout, markup=False, emoji=False, highlight=False,
         width=WIDTH,  # lines are never wrapped; but a width of 0 from the environment would swallow them
         force_terminal=is_terminal, color_system="auto" if is_terminal else None,
+        no_color=bool(os.environ.get("NO_COLOR")),  # an empty value does not count; rich before 14 counted it
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def _trace(llm: LLM, requests: list[Request], args: argparse.Namespace, options:
     output.lines(render_header(_titles(llm, args), dims))
     output.lines(render_prompts(_encoded(llm, requests, args)))
     steps: list[StepRecord] = []
-    for step in trace_steps(llm, requests):
+    for step in _watched(llm, requests):
         output.lines(iter([""]))
         output.lines(render_step(step, steps[-1] if steps else None, options))
         output.record(step_to_json(step))
@@ -187,6 +189,17 @@ def _trace(llm: LLM, requests: list[Request], args: argparse.Namespace, options:
                    "completions": [{"id": request_label(i), "text": c.text, "token_ids": list(c.token_ids),
                                     "finish_reason": c.finish_reason, "seed": c.seed}
                                    for i, c in enumerate(completions)]})  # fmt: skip
+
+
+def _watched(llm: LLM, requests: list[Request]) -> Iterator[StepRecord]:
+    """The steps, with a word on stderr while each is computed."""
+    steps = trace_steps(llm, requests)
+    while True:
+        with working(how_far(requests)):
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 def _titles(llm: LLM, args: argparse.Namespace) -> list[str]:
@@ -230,7 +243,7 @@ def _check_json(path: str | None) -> None:
     if path is None or path == "-":
         return
     try:
-        open(path, "a", encoding="utf-8").close()
+        open(path, "ab").close()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot write {brief(path)}: {reason}; give --json a writable file") from None
@@ -239,4 +252,4 @@ def _check_json(path: str | None) -> None:
 def _open_json(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
     if path is None or path == "-":
         return contextlib.nullcontext(None if path is None else sys.stdout)
-    return open(path, "w", encoding="utf-8")
+    return open(path, "w", encoding="utf-8", newline="\n")

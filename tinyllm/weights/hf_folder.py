@@ -85,6 +85,19 @@ def read_chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token and eos_token by the texts that tokenizer_config.json gives them, each where it gives one.
+
+    They may differ from the config's ids: a chat model's turns often end with another token than its texts.
+    """
+    if not lexists(folder / TOKENIZER_CONFIG):
+        return {}
+    values = read_json(folder / TOKENIZER_CONFIG, MAX_INDEX_BYTES)
+    said = {name: values.get(name) for name in ("bos_token", "eos_token")}
+    texts = {name: _at(token, "content") if isinstance(token, dict) else token for name, token in said.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 def _at(value: Any, *path: Any) -> Any:
     """What lies at a path of keys and places in a JSON value, or None where it does not lead that far."""
     for step in path:

@@ -2,9 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ from tinyllm.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_jso
 from tinyllm.weights.default import find_default_model
 from tinyllm.weights.gguf import read_gguf
 from tinyllm.weights.gguf_config import config_from_gguf
-from tinyllm.weights.hf_folder import TOKENIZER, begins_with_bos, read_chat_template, read_config, read_tensors
+from tinyllm.weights.hf_folder import (
+    TOKENIZER,
+    begins_with_bos,
+    read_chat_template,
+    read_config,
+    read_special_tokens,
+    read_tensors,
+)
 from tinyllm.weights.hub import fetch, is_hub_name
 from tinyllm.weights.names import (
     EMBEDDING,
@@ -45,6 +52,14 @@ class LoadedModel:
     attention: str
     bos_prefix: tuple[int, ...] = ()  # the begin token, where the file says that every prompt starts with it
     chat_template: str | None = None  # the Jinja source, where the model brings one
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # what its files call bos_token and eos_token
+
+    @property
+    def template_tokens(self) -> dict[str, str]:
+        """bos_token and eos_token as chat templates use them; where no file says, the config's ids do, the first of several."""
+        ids = {"bos_token": self.config.bos_token_id, "eos_token": next(iter(self.config.eos_token_ids), None)}
+        known = {name: i for name, i in ids.items() if i is not None and i < self.tokenizer.vocab_size}
+        return {name: self.tokenizer.decode([token_id]) for name, token_id in known.items()} | dict(self.special_tokens)
 
     def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt; RequestError where it is empty, or has no byte that the vocabulary can spell."""
@@ -71,6 +86,7 @@ class _OpenModel:
     begins_with_bos: Callable[[], bool]  # whether every prompt starts with the begin token
     read_parameters: Callable[[torch.dtype], dict[str, Tensor]]
     read_chat_template: Callable[[], Any]  # text, where there is one and the file is sound
+    read_special_tokens: Callable[[], dict[str, str]]  # what its files call bos_token and eos_token
 
 
 def load_model(path: str | Path | None = None, dtype: str = "float32", attention: str = "reference") -> LoadedModel:
@@ -90,10 +106,13 @@ def load_model(path: str | Path | None = None, dtype: str = "float32", attention
             )
         bos = model.config.bos_token_id if model.begins_with_bos() else None
         template = model.read_chat_template()
+        special_tokens = model.read_special_tokens()
         decoder = build_decoder(model.config, model.read_parameters(weight_dtype), attention)
     bos_prefix = () if bos is None else (bos,)
     chat_template = template if isinstance(template, str) else None
-    return LoadedModel(model.config, decoder, tokenizer, model.path, attention, bos_prefix, chat_template)
+    return LoadedModel(
+        model.config, decoder, tokenizer, model.path, attention, bos_prefix, chat_template, special_tokens
+    )
 
 
 def load_weights(path: str | Path | None = None, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -147,6 +166,7 @@ def _open_gguf(path: Path) -> _OpenModel:
         begins_with_bos=lambda: file.metadata.get("tokenizer.ggml.add_bos_token") is True,
         read_parameters=lambda dtype: parameters_from_gguf(file, config, dtype),
         read_chat_template=lambda: file.metadata.get("tokenizer.chat_template"),
+        read_special_tokens=dict,  # a GGUF file gives ids, which are the config's
     )
 
 
@@ -160,6 +180,7 @@ def _open_folder(folder: Path) -> _OpenModel:
         begins_with_bos=lambda: begins_with_bos(folder, config),
         read_parameters=lambda dtype: parameters_from_hf(read_tensors(folder), config, dtype),
         read_chat_template=lambda: read_chat_template(folder),
+        read_special_tokens=lambda: read_special_tokens(folder),
     )
 
 
