@@ -256,7 +256,7 @@ def _compile_expression(expression: str) -> tuple[CodeType, tuple[str, ...]]:
     if not re.fullmatch(r"[\w+*/() -]+", expression):
         raise ValueError(f"{expression!r} is no dimension expression: use words, numbers, + - * / and brackets")
     names = re.findall(r"[a-zA-Z_]\w*", expression)
-    return compile(expression.strip().replace("/", "//"), "<dimension>", "eval"), tuple(names)
+    return compile(re.sub("/+", "//", expression.strip()), "<dimension>", "eval"), tuple(names)
 
 
 def _dtype(value: Any) -> str:
