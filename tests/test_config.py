@@ -49,7 +49,8 @@ model = config_from_hf(SMALL)
 hf_keys = st.sampled_from(
     [*SMALL, *LLAMA3, "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "type",
      "rope_scaling", "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id", "hidden_act", "mlp_bias",
-     "attention_bias", "partial_rotary_factor"]
+     "attention_bias", "partial_rotary_factor", "architectures", "sliding_window", "use_sliding_window",
+     "quantization_config"]
 )  # fmt: skip
 scalars = st.one_of(
     st.none(),
@@ -109,8 +110,20 @@ def test_rope_in_both_spellings(type_key: str) -> None:
     assert config_from_hf({**SMALL, "rope_scaling": {type_key: "default"}}) == model
 
 
+def test_two_spellings_that_agree_are_one() -> None:
+    both = {"rope_scaling": {"type": "linear", "factor": 4}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    assert config_from_hf({**SMALL, **both}).rope_scaling == RopeScaling("linear", 4.0)
+    theta = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 500000}}
+    assert config_from_hf({**SMALL, **theta}).rope_theta == 5e5
+
+
+def test_a_sliding_window_that_is_switched_off_changes_nothing() -> None:
+    assert config_from_hf({**SMALL, "sliding_window": 4096, "use_sliding_window": False}) == model
+
+
 def test_null_means_absent() -> None:
-    optional = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    optional = ("architectures", "sliding_window", "quantization_config",
+                "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
                 "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id", "hidden_act", "mlp_bias")  # fmt: skip
     assert config_from_hf({**SMALL, **dict.fromkeys(optional)}) == model
 
@@ -129,6 +142,27 @@ def test_end_tokens_are_none_one_or_several(eos: Any, ids: tuple[int, ...]) -> N
     ("change", "message"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported; expected 'llama'"),
+        ({"model_type": None}, "config.json has no model_type; expected 'llama'"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            r"architectures \['MistralForCausalLM'\] is not supported; expected \['LlamaForCausalLM'\]",
+        ),
+        ({"architectures": "LlamaForCausalLM"}, "architectures 'LlamaForCausalLM' is not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported; expected 1"),
+        ({"sliding_window": 4096}, "sliding_window 4096 is not supported; expected null: full attention"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096 is not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config .*'gptq'.* quantised checkpoints need",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and rope_parameters disagree: .*; expected one of them, or the same",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            r"rope_theta 10000\.0 and rope_parameters' 500000\.0 disagree; expected one",
+        ),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; expected one of silu, gelu, gelu_pytorch_tanh"),
         ({"hidden_act": ["silu"]}, "is not supported; expected one of silu"),
         ({"attention_bias": True}, "attention_bias True is not supported; expected False"),

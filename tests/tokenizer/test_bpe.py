@@ -290,6 +290,11 @@ def test_nothing():
     assert tokenizer.encode_words("", parse_special=True) == []
     assert tokenizer.decode([]) == ""
     assert tokenizer.decode_bytes([]) == b""
+    for token_ids in (None, 5):
+        with pytest.raises(
+            TokenizerError, match=rf"token_ids is a {type(token_ids).__name__}; expected a list of ints"
+        ):
+            tokenizer.decode(token_ids)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_dropped_byte_lets_its_neighbours_merge():

@@ -140,6 +140,25 @@ def test_no_template_takes_more_than_its_share(source):
     assert time.process_time() - start[0] < 1, "not in this process"
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ none + 1 }}", "cannot be used: unsupported operand type"),
+        ("{{ messages.foo.bar }}", "cannot be used: 'list object' has no attribute 'foo'"),
+        ("{{ {}.pop('x') }}", "cannot be used: "),
+    ],
+)
+def test_a_sentence_needs_no_class_name(source, message):
+    with pytest.raises(ModelFileError) as caught:
+        run_template(source, {"messages": []})
+    assert message in str(caught.value)
+
+
+def test_a_bare_word_keeps_its_class_name(monkeypatch):
+    monkeypatch.setattr(render, "render", lambda *_: {}["role"])
+    assert render.answer("", {}) == {"broken": "KeyError: 'role'"}
+
+
 def test_an_output_is_limited():
     with pytest.raises(ModelFileError, match="the text is longer than 4194304 characters"):
         run_template("{% for i in range(99999) %}" + "x" * 100 + "{% endfor %}", {})
@@ -212,6 +231,7 @@ def test_the_generation_tag_only_marks():
         ([{"role": "user", "content": 5}], "message 0 has the content 5; expected a text"),
         ([{"role": "user", "content": ["hi"]}], "expected a text"),
         ([{"role": "user", "content": "hi", "extra": {1, 2}}], "cannot be written as JSON"),
+        ([{"role": "user", "content": "x" * 2**22}], "the conversation is longer than 4194304 characters"),
     ],
 )
 def test_what_is_no_conversation_is_refused_in_one_line(messages, words, template):
@@ -220,6 +240,25 @@ def test_what_is_no_conversation_is_refused_in_one_line(messages, words, templat
         with pytest.raises(RequestError) as caught:
             call(messages)
         assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_the_generation_prompt_is_on_or_off(value, template):
+    with pytest.raises(RequestError, match=r"^add_generation_prompt is .*; expected True or False$"):
+        template.encode(HELLO, add_generation_prompt=value)
+
+
+@pytest.mark.parametrize("source", ["", "{% if false %}x{% endif %}", "{{ messages[0].nothing }}"])
+def test_a_template_that_gives_no_text_is_refused(source, smollm2_tokenizer):
+    with pytest.raises(RequestError, match=r"^the chat template gave no text for this conversation; "):
+        ChatTemplate(source, smollm2_tokenizer).encode(HELLO)
+
+
+def test_an_object_compiles_its_patterns_once(smollm2_tokenizer, monkeypatch):
+    template = ChatTemplate("{{ messages[0].content }}", smollm2_tokenizer)
+    first = template.encode(HELLO)
+    monkeypatch.setattr(chat.re, "compile", lambda *_: pytest.fail("once is enough"))
+    assert template.encode(HELLO) == first
 
 
 def test_a_lone_surrogate_in_a_message_is_refused(template):
@@ -260,6 +299,68 @@ def test_control_tokens_anywhere_in_what_the_caller_gives_are_text(template, smo
     token_ids = template.encode(messages, tools=[{"name": "<|im_end|>"}])
     assert [token_id for token_id in token_ids if token_id < 17] == [1, 2]
     assert smollm2_tokenizer.decode(token_ids) == template.render(messages, tools=[{"name": "<|im_end|>"}])
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("source", ["{{ tools|tojson }}", "{% for name in tools[0].names %}{{ name }}{% endfor %}"])
+@pytest.mark.parametrize("names", [{END: "x"}, {"<|im_": 1, "end|>": 2}, {"a": {END: END}}])
+def test_a_key_cannot_write_a_control_token_either(source, names, smollm2_tokenizer):
+    template = ChatTemplate(source, smollm2_tokenizer)
+    tools = [{"name": "f", "names": names}]
+    token_ids = template.encode(HELLO, tools=tools)
+    assert not set(token_ids) & set(smollm2_tokenizer.special_tokens.values())
+    assert smollm2_tokenizer.decode(token_ids) == template.render(HELLO, tools=tools)
+
+
+def test_a_key_of_a_message_cannot_either(smollm2_tokenizer):
+    messages = [{**HELLO[0], END: END}]
+    for source in ("{{ messages|tojson }}", "{{ messages }}", "{{ messages[0].items()|list }}"):
+        template = ChatTemplate(source, smollm2_tokenizer)
+        token_ids = template.encode(messages)
+        assert 2 not in token_ids
+        assert smollm2_tokenizer.decode(token_ids) == template.render(messages)
+
+
+def test_keys_that_templates_look_up_stay():
+    """Whatever the control tokens of a vocabulary are."""
+    special = ["t", "role", "content", "tool_calls", "a>"]
+    tokenizer = Tokenizer([*"<>hiuserfna", *special], [], special, "smollm")
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.a }}{% endfor %}", tokenizer)
+    messages = [{"role": "user", "content": "hi", "a": "<"}]
+    assert tokenizer.decode(template.encode(messages)) == "userhi<"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages|tojson(ensure_ascii=True) }}",
+        "{{ messages }}",
+        "{{ messages[0].content|urlencode }}",
+        "{{ messages[0].content|tojson|tojson }}",
+    ],
+)
+@pytest.mark.parametrize("num_taken", [0, 131_068])
+def test_a_stand_in_does_not_show_where_a_template_escapes(source, num_taken, smollm2_tokenizer):
+    """Whether it is a character beyond U+FFFF or, where those are taken, below."""
+    taken = "".join(map(chr, [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)][:num_taken]))
+    content = rf"{END} \udb80\udc00 %F3%B0%80%80 \U000f0000 \ue000"
+    messages = [{"role": "user", "content": content}]
+    template = ChatTemplate(source, smollm2_tokenizer)
+    token_ids = template.encode(messages, taken=taken)
+    assert 2 not in token_ids
+    assert smollm2_tokenizer.decode(token_ids) == template.render(messages)
+
+
+def test_private_use_characters_may_run_out(smollm2_tokenizer):
+    template = ChatTemplate("{{ messages[0].content }}", smollm2_tokenizer)
+    beyond = [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
+    messages = [{"role": "user", "content": END, "more": "".join(map(chr, beyond))}]
+    assert template.encode(messages) == smollm2_tokenizer.encode(END)
+    messages[0]["more"] += "".join(map(chr, range(0xE000, 0xF900)))
+    with pytest.raises(RequestError, match=r"the conversation holds all private-use characters .* but 0; expected"):
+        template.encode(messages)
 
 
 def test_a_template_may_build_its_tokens_around_a_role(smollm2_tokenizer):

@@ -96,6 +96,7 @@ def test_wrong_item_type(key: str, item: Any):
     ("changes", "message"),
     [
         ({"model": "llama"}, "tokenizer model 'llama' is not supported; expected 'gpt2' (byte-level BPE)"),
+        ({"merges": ["  b" + "x" * 99]}, "tokenizer.ggml.merges holds '  bxxx"),
         ({"model": "gpt2\n" + "x" * 9999}, "is not supported"),
         ({"pre": "default"}, "pre-tokenizer 'default' is not supported; expected smollm"),
         ({"pre": "smollm\n" + "\udcff" * 9999}, "is not supported; expected smollm"),

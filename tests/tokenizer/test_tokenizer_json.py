@@ -12,7 +12,7 @@ from tokenizers import Regex as OracleRegex
 from tokenizers import Tokenizer as OracleTokenizer
 
 from tinyllm.errors import TokenizerError
-from tinyllm.tokenizer import EncodingRules, tokenizer_from_json
+from tinyllm.tokenizer import EncodingRules, tokenizer_from_json, tokenizer_json
 from tinyllm.tokenizer.pretokenize import GPT4O_WORD, LLAMA_BPE_WORD, QWEN2_WORD
 
 CORPUS = [
@@ -234,6 +234,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str):
         ({"vocab": {"a": -1}}, "ids have gaps or repeat"),
         ({"merges": None}, "merges is a NoneType; expected a list"),
         ({"merges": ["ab"]}, "model.merges holds 'ab'; expected"),
+        ({"merges": ["a  b"]}, "model.merges holds 'a  b'; expected"),
         ({"merges": [["a", "b", "c"]]}, "model.merges holds ['a', 'b', 'c']; expected"),
         ({"merges": [["a", 3]]}, "model.merges holds ['a', 3]; expected"),
         ({"merges": ["q q"]}, "merge 0 ('q' + 'q') needs 'qq', which is no ordinary token"),
@@ -262,24 +263,50 @@ def test_an_unknown_token_is_no_matter_where_every_byte_has_one():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no usable JSON"),
-        (b"[1]", "holds a list; expected a JSON object"),
-        (b"\xff\xfe", "holds no usable JSON"),
-        (b"[" * 100_000, "holds no usable JSON"),
-        (b"1" * 5000, "holds no usable JSON"),
+        (b"", "tokenizer.json: is no JSON: Expecting value: line 1 column 1 (char 0); fetch it again"),
+        (b'{"model":', "tokenizer.json: is no JSON: Expecting value: line 1 column 10 (char 9); fetch it again"),
+        (b"[1]", "tokenizer.json: holds a list; expected a JSON object"),
+        (b"\xff\xfe", "tokenizer.json: is no UTF-8 text; fetch it again"),
+        (b"[" * 100_000, "tokenizer.json: is nested too deeply; expected a JSON object; fetch it again"),
+        (b"1" * 5000, "tokenizer.json: holds a number of thousands of digits; expected a usable one; fetch it again"),
         (b'{"model": {}}', "pre-tokenizer None is not supported"),
     ],
 )
 def test_broken_files(tmp_path: Path, content: bytes, message: str):
-    path = tmp_path / "tokenizer.json"
+    folder = tmp_path / ("long" * 20)  # the message has the whole path
+    folder.mkdir()
+    path = folder / "tokenizer.json"
     path.write_bytes(content)
-    assert message in error_of(path)
+    found = error_of(path)
+    assert message in found
+    assert str(path) in found or not message.startswith("tokenizer.json")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):
-    assert "No such file" in error_of(tmp_path / "absent.json")
-    assert "cannot read" in error_of(tmp_path)
-    assert "holds no usable JSON" in error_of("a\x00b")
+    assert "absent.json: cannot be read: No such file or directory; expected a JSON" in error_of(
+        tmp_path / "absent.json"
+    )
+    assert "cannot be read: " in error_of(tmp_path)
+    assert "cannot be read: embedded null byte; expected a JSON file" in error_of("a\x00b")
+    assert "cannot be read: " in error_of("[1]\n" * 9999)
+    assert "the tokenizer's source is empty; expected the path of a JSON file, or its text" in error_of("")
+    for source in (None, b"{}", 7):
+        message = f"the tokenizer's source is a {type(source).__name__}; expected the path of a JSON file"
+        assert message in error_of(source)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_that_is_too_long_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer_json, "MAX_JSON_SIZE", 1000)
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"model": [' + "[]," * 1000)
+    assert error_of(path) == f"{path}: is longer than 1000 characters; expected less"
+    assert error_of(path.read_text()) == "the text: is longer than 1000 characters; expected less"
+
+
+def test_a_broken_text_is_not_to_be_fetched():
+    assert error_of("{") == (
+        "the text: is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    )
 
 
 JUNK = st.recursive(

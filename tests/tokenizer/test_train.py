@@ -206,6 +206,10 @@ def test_time_does_not_explode():
         ({"ties": "small"}, "tie rule 'small' is not supported; expected first or smallest"),
         ({"special_tokens": ["aa"]}, "token 'aa' is listed twice, as 256 and 257"),
         ({"special_tokens": [""]}, "'' is empty"),
+        ({"special_tokens": [5]}, "special_tokens is [5]; expected a list of strings"),
+        ({"special_tokens": None}, "special_tokens is None; expected a list of strings"),
+        ({"special_tokens": "<e>"}, "special_tokens is '<e>'; expected a list of strings"),
+        ({"pre_tokenizer": []}, "pre-tokenizer [] is not supported; expected smollm"),
     ],
 )
 def test_errors(changes: dict[str, Any], message: str):

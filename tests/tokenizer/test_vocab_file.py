@@ -87,3 +87,16 @@ def test_files_that_are_none(tmp_path: Path):
         save_tokenizer(TRAINED, tmp_path)
     with pytest.raises(TokenizerError, match="cannot write"):
         save_tokenizer(TRAINED, "a\x00b")
+    with pytest.raises(TokenizerError, match="path is a NoneType; expected a path to write to"):
+        save_tokenizer(TRAINED, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TokenizerError, match="the tokenizer's source is a NoneType; expected the path of a JSON file"):
+        load_tokenizer(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TokenizerError, match="the tokenizer's source is empty; expected"):
+        load_tokenizer("")
+
+
+def test_a_line_ends_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given = {}
+    monkeypatch.setattr(Path, "write_text", lambda *_, **options: given.update(options))
+    save_tokenizer(TRAINED, tmp_path / "vocab.json")
+    assert given == {"newline": "\n"}

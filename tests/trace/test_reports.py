@@ -280,7 +280,6 @@ def test_case_119_and_121_marks_and_line_ends_of_another_system_change_nothing(m
 
 
 LAST_PLACE = {"open": 3, "read_text": 0, "write_text": 1}  # where a positional encoding stands
-EITHER_LINE_END = {"tokenizer/vocab_file.py"}  # JSON of one line; the test below reads it with either
 
 
 def careless_files(source: str) -> Iterator[str]:
@@ -308,10 +307,7 @@ def careless_files(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_case_121_every_text_file_names_its_encoding_and_its_line_ends(path):
-    found = list(careless_files(path.read_text("utf-8")))
-    if str(path.relative_to(PACKAGE)) in EITHER_LINE_END:
-        found = [text for text in found if not text.startswith("no newline")]
-    assert found == []
+    assert list(careless_files(path.read_text("utf-8"))) == []
 
 
 def test_our_tokenizer_file_is_read_with_either_line_end(tmp_path):

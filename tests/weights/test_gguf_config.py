@@ -53,6 +53,19 @@ def test_rope_scaling_forms():
     assert config_from_gguf(edited({"llama.rope.scale_linear": 2.0})).rope_scaling == RopeScaling("linear", 2.0)
 
 
+def test_keys_that_change_nothing():
+    neutral = {
+        "llama.attention.causal": True,
+        "llama.attention.scale": 0.25,
+        "llama.attention.clamp_kqv": 0.0,
+        "llama.attention.sliding_window": 0,
+        "llama.final_logit_softcapping": 0.0,
+        "llama.logit_scale": 1.0,
+        "llama.residual_scale": 0.0,
+    }
+    assert config_from_gguf(edited(neutral)) == config_from_gguf(edited({}))
+
+
 def test_absent_keys():
     without = ("llama.attention.head_count_kv", "llama.rope.freq_base", "llama.vocab_size",
                "llama.rope.dimension_count", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id")  # fmt: skip
@@ -89,6 +102,17 @@ def test_a_name_that_is_no_utf8_can_be_printed():
         ({"llama.attention.key_length": 32}, "llama.rope.dimension_count is 16; expected head_dim = 32"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; expected head_dim = 16"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; expected head_dim = 16"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False, which is not supported; expected true"),
+        ({"llama.attention.causal": 1}, "llama.attention.causal is 1, which is not supported"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, which is not supported; expected 0 or 1, or no key"),
+        ({"llama.logit_scale": "1"}, "llama.logit_scale is '1'; expected a number"),
+        ({"llama.embedding_scale": 12.0}, "llama.embedding_scale is 12.0, which is not supported"),
+        ({"llama.residual_scale": float("nan")}, "llama.residual_scale is nan, which is not supported"),
+        ({"llama.attention.clamp_kqv": 0.5}, "llama.attention.clamp_kqv is 0.5, which is not supported; expected 0,"),
+        ({"llama.attention.max_alibi_bias": 8.0}, "llama.attention.max_alibi_bias is 8.0, which is not supported"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0, which is not supported"),
+        ({"llama.attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping is 50.0, which is not supported"),
+        ({"llama.attention.scale": 0.01}, "llama.attention.scale is 0.01; expected 1 / sqrt(head_dim = 16), or no key"),
         ({"llama.rope.freq_base": "x" * 1000}, "llama.rope.freq_base is 'xxx"),
         ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
         ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_norm_eps"),

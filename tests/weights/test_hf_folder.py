@@ -278,9 +278,30 @@ MORE_WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "float8_weight": (
         weight_change(lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.float8_e4m3fn)})),
-        "'norm.weight' is torch.float8_e4m3fn; expected floating point of 16 to 64 bits",
+        "'model.norm.weight' is torch.float8_e4m3fn; expected floating point of 16 to 64 bits",
     ),
     "other_architecture": (config_change(model_type="qwen2"), "model_type 'qwen2' is not supported; expected 'llama'"),
+    "no_model_type": (
+        config_change(drop=("model_type",)),
+        "config.json has no model_type; expected 'llama', the one architecture",
+    ),
+    "other_class": (
+        config_change(architectures=["MistralForCausalLM"]),
+        "architectures ['MistralForCausalLM'] is not supported; expected ['LlamaForCausalLM']",
+    ),
+    "norm_missing": (
+        weight_change(lambda tensors: tensors.pop(NORM)),
+        "tensor 'model.norm.weight' is missing; expected [hidden_size] = [64]",
+    ),
+    "norm_missing_of_a_bare_decoder": (
+        weight_change(
+            lambda tensors: (
+                [tensors.pop(NORM)]
+                + [tensors.update({name.removeprefix("model."): tensors.pop(name)}) for name in list(tensors)]
+            )
+        ),
+        "tensor 'norm.weight' is missing; expected [hidden_size] = [64]",
+    ),
 }
 
 
@@ -324,7 +345,7 @@ def test_the_manifest_is_made_completely():
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row["golden"]], ids=lambda row: row["name"])
-@pytest.mark.filterwarnings("ignore:lm_head")
+@pytest.mark.filterwarnings("ignore:.*lm_head")
 def test_odd_folder_gives_the_golden_logits(row, make, check_golden):
     check_golden(*load_weights(make(row["name"])), row["golden"])
 
@@ -344,10 +365,22 @@ def test_nan_weights_load_and_show_in_the_logits(make, logits_of):
 
 def test_a_tied_config_wins_with_one_warning(make):
     with pytest.warns(
-        UserWarning, match="lm_head.weight differs from the embedding, but the config ties them"
+        UserWarning, match="^model: lm_head.weight differs from the embedding, but the config ties them"
     ) as caught:
         config, parameters = load_weights(make("tied_but_lm_head_in_file"))
     assert len(caught) == 1 and config.tie_word_embeddings and "lm_head.weight" not in parameters
+    assert caught[0].filename == __file__  # the line that called us, not one of ours
+
+
+def test_each_model_of_a_process_has_its_warning(make, tmp_path):
+    folder = make("tied_but_lm_head_in_file")
+    folder.rename(tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # Python shows a warning once for each line and text
+        for name in ("first", "second", "first"):
+            load_weights(tmp_path / name)
+    assert [str(warning.message).partition(":")[0] for warning in caught] == ["first", "second"]
 
 
 def test_a_tied_config_takes_an_equal_lm_head_in_silence(tmp_path):
@@ -486,8 +519,8 @@ def test_broken_folder_is_one_clear_line(name, make, one_line):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("extra_layer", "'layers.2.input_layernorm.weight' has no place in a Llama model (9 such)"),
-        ("int_weight", "'norm.weight' is torch.int64; expected floating point"),
+        ("extra_layer", "'model.layers.2.input_layernorm.weight' has no place in a Llama model (9 such)"),
+        ("int_weight", "'model.norm.weight' is torch.int64; expected floating point"),
         ("untied_but_no_lm_head", "'lm_head.weight' is missing; expected [vocab_size hidden_size] = [256, 64]"),
         ("config_not_json", "config.json: is no JSON: Expecting property name"),
         ("no_weights", "has no model.safetensors and no model.safetensors.index.json; expected the weights of a model"),
@@ -514,12 +547,23 @@ def test_a_folder_needs_a_tokenizer_to_speak(one_line):
 def test_other_wrong_paths(tmp_path):
     with pytest.raises(ModelFileError, match=r"is the weights alone; give the folder that also holds config.json"):
         load_weights(TINY / "llama_gqa" / "model.safetensors")
+    for name in ("config.json", "config_v4.json"):
+        with pytest.raises(ModelFileError, match=r"json: is a part of a model; give its folder, '.*llama_gqa'$"):
+            load_weights(TINY / "llama_gqa" / name)
+    with pytest.raises(
+        ModelFileError, match=r"^smollm2: does not exist; give the path of a GGUF file or a Hugging Face"
+    ):
+        load_weights("smollm2")
     with pytest.raises(ModelFileError, match=r"config.json: does not exist"):
         load_weights(tmp_path)
     with pytest.raises(ConfigError, match="dtype 'float16' is not supported; expected one of float32, bfloat16"):
         load_weights(tmp_path, "float16")
+    with pytest.raises(ConfigError, match=r"dtype \[\] is not supported; expected one of float32, bfloat16"):
+        load_weights(tmp_path, [])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="model is a int; expected the path of a GGUF file or a Hugging Face folder"):
         load_weights(7)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="model is an empty path; expected the path of a GGUF file or a Hugging Face"):
+        load_weights("")
 
 
 def test_an_unreadable_folder_is_one_line(make, monkeypatch):
@@ -588,7 +632,7 @@ def test_the_pickle_of_these_tests_would_have_worked(tmp_path):
     """What must never happen above does happen when the pickle is opened: the test can fail."""
     only_pickle(tmp_path / "model")
     pickle.loads((tmp_path / "model" / "pytorch_model.bin").read_bytes())
-    assert (tmp_path / "model" / "PWNED2").exists()
+    (tmp_path / "model" / "PWNED2").unlink()  # fails where it is not there; it must not look like a find later
 
 
 def test_loaded_weights_make_a_decoder():

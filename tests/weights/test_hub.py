@@ -59,7 +59,33 @@ def test_any_failure_of_the_library_is_one_line(monkeypatch, one_line):
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
     with pytest.raises(ModelFileError) as error:
         load_weights("owner/model")
-    assert "and the Hugging Face hub did not give it: 401 Client Error: this model is gated x" in one_line(error.value)
+    assert one_line(error.value) == (
+        "owner/model: there is no such file or folder, and the Hugging Face hub did not give it (RuntimeError); "
+        "check the path, or try again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "LocalEntryNotFoundError",
+            "and the Hugging Face hub cannot be reached and its cache has no such model; check the path, or go online",
+        ),
+        ("RepositoryNotFoundError", "and the Hugging Face hub has no such model either, or it is private; check the"),
+        ("GatedRepoError", "only to users who accepted its terms; see huggingface.co/owner/model, then log in"),
+    ],
+)
+def test_each_error_of_the_library_has_a_sentence_of_ours(kind, words, monkeypatch, one_line):
+    errors = pytest.importorskip("huggingface_hub.errors")
+
+    def fail(*_, **__) -> str:
+        raise getattr(errors, kind).__new__(getattr(errors, kind))  # their initialisers differ
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=fail))
+    with pytest.raises(ModelFileError) as error:
+        load_weights("owner/model")
+    assert words in one_line(error.value)
 
 
 def test_offline_is_one_line(monkeypatch, tmp_path, one_line):
@@ -68,4 +94,7 @@ def test_offline_is_one_line(monkeypatch, tmp_path, one_line):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelFileError) as error:
         load_weights("owner/model")
-    assert "and the Hugging Face hub did not give it: " in one_line(error.value)
+    assert one_line(error.value) == (
+        "owner/model: there is no such file or folder, and the Hugging Face hub's cache has no such model; "
+        "check the path, or unset HF_HUB_OFFLINE to fetch it"
+    )

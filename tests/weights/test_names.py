@@ -161,7 +161,7 @@ def test_tied_embeddings_win_over_an_lm_head():
         parameters = parameters_from_hf(tensors | {"lm_head.weight": embedding.clone()}, config)
     assert "lm_head.weight" not in parameters
     with pytest.warns(
-        UserWarning, match=r"lm_head.weight differs from the embedding, but the config ties them"
+        UserWarning, match=r"^model: lm_head.weight differs from the embedding, but the config ties them"
     ) as caught:
         parameters = parameters_from_hf(tensors | {"lm_head.weight": embedding + 1}, config)
     assert len(caught) == 1
@@ -177,7 +177,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({K_PROJ: None}, "'layers.1.self_attn.k_proj.weight' is missing; expected [kv_size hidden_size] = [32, 64]"),
+        ({K_PROJ: None}, f"{K_PROJ!r} is missing; expected [kv_size hidden_size] = [32, 64]"),
         ({K_PROJ: torch.zeros(31, 64)}, "is [31, 64]; expected [kv_size hidden_size] = [32, 64]"),
         ({K_PROJ: torch.zeros(64, 32)}, "is [64, 32]; expected"),
         ({K_PROJ: torch.zeros(32 * 64)}, "is [2048]; expected"),
@@ -188,7 +188,7 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         ),
         ({"model.layers.2.mlp.up_proj.weight": torch.zeros(112, 64)}, "layers.2.mlp.up_proj.weight' has no place"),
         ({"lm_head.weight": None}, "'lm_head.weight' is missing; expected [vocab_size hidden_size] = [256, 64]"),
-        ({"model.norm.weight": torch.zeros(65)}, "'norm.weight' is [65]; expected [hidden_size] = [64]"),
+        ({"model.norm.weight": torch.zeros(65)}, "'model.norm.weight' is [65]; expected [hidden_size] = [64]"),
     ],
 )
 def test_tensor_that_does_not_fit_is_named(changes, words):

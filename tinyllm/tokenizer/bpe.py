@@ -8,13 +8,12 @@ Sources: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Su
 instead of characters: Radford et al. 2019 (GPT-2).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from unicodedata import normalize
-
-import regex
 
 from tinyllm.errors import TokenizerError, brief
 from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR, spell_bytes, unspell_bytes
@@ -158,7 +157,7 @@ class Tokenizer:
     def decode_bytes(self, token_ids: Iterable[int], skip_special: bool = False) -> bytes:
         """The bytes of `token_ids`, whether they are UTF-8 or not. Raises as `decode` does."""
         pieces = []
-        for token_id in token_ids:
+        for token_id in _iterate(token_ids):
             piece = self.token_bytes(token_id)  # before the test, so that it refuses what is no id
             if not (skip_special and token_id in self._special_ids):
                 pieces.append(piece)
@@ -281,10 +280,10 @@ def _bytes_of(token: str, is_literal: bool) -> bytes:
         raise TokenizerError(f"token {brief(token)} holds a surrogate; expected text or escaped bytes") from None
 
 
-def _compile_literals(texts: Iterable[str]) -> regex.Pattern[str] | None:
+def _compile_literals(texts: Iterable[str]) -> re.Pattern[str] | None:
     """A pattern that matches any of `texts`, the longest at each place; its group makes `split` return the matches."""
     literals = sorted(texts, key=len, reverse=True)  # an alternation takes its first fit, not its longest
-    return regex.compile(f"({'|'.join(map(regex.escape, literals))})") if literals else None
+    return re.compile(f"({'|'.join(map(re.escape, literals))})") if literals else None
 
 
 def check_text(text: str) -> None:
@@ -298,6 +297,13 @@ def check_text(text: str) -> None:
         raise TokenizerError(
             f"text holds the lone surrogate U+{code_point:04X} at position {error.start}, which is no character; remove it"
         ) from None
+
+
+def _iterate(token_ids: Iterable[int]) -> Iterator[int]:
+    try:
+        return iter(token_ids)
+    except TypeError:
+        raise TokenizerError(f"token_ids is a {type(token_ids).__name__}; expected a list of ints") from None
 
 
 def _escape(char: str) -> str:

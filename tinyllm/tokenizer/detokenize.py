@@ -59,13 +59,14 @@ class StopFinder:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Add a piece of text; returns the text that is certain now."""
+    def push(self, piece: str, may_stop: bool = True) -> str:
+        """Add a piece of text; returns the text that is certain now. No match ends in a piece that may not stop."""
         if self.matched is not None:
             return ""
-        text = self._held + piece
-        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
+        text, num_held = self._held + piece, len(self._held)
+        places = ((text.find(stop, max(0, num_held - len(stop) + 1)), stop) for stop in self._stop)
+        found = [(place, stop) for place, stop in places if place >= 0]
+        if found and may_stop:
             start, self.matched = min(found, key=lambda match: match[0])  # the first of those at the same place
             self._held = ""
             return text[: start + len(self.matched) * self._include_stop]

@@ -3,11 +3,10 @@
 Source: the keys ``tokenizer.ggml.*`` of the GGUF specification, which names token types by number.
 """
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from tinyllm.errors import TokenizerError
+from tinyllm.errors import TokenizerError, brief
 from tinyllm.tokenizer.bpe import EncodingRules, Tokenizer
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -30,9 +29,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     model = _string(metadata, "tokenizer.ggml.model")
     if model != "gpt2":
-        raise TokenizerError(
-            f"tokenizer model {reprlib.repr(model)} is not supported; expected 'gpt2' (byte-level BPE)"
-        )
+        raise TokenizerError(f"tokenizer model {brief(model)} is not supported; expected 'gpt2' (byte-level BPE)")
     pre_tokenizer = _string(metadata, "tokenizer.ggml.pre")
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     merges = _list(metadata, "tokenizer.ggml.merges", str)
@@ -57,9 +54,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 def _split_merge(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")  # the byte alphabet has no blank
     if not (left and right):
-        raise TokenizerError(
-            f"tokenizer.ggml.merges holds {reprlib.repr(merge)}; expected two tokens and a blank between"
-        )
+        raise TokenizerError(f"tokenizer.ggml.merges holds {merge!r:.60}; expected two tokens and a blank between")
     return left, right
 
 

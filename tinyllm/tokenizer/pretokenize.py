@@ -9,11 +9,9 @@ sees one piece only, so its lookahead ends there. This is subtle and shows befor
 leaves one blank for the 5, whereas with the digit cut away first both blanks stay together.
 """
 
-import reprlib
-
 import regex
 
-from tinyllm.errors import TokenizerError
+from tinyllm.errors import TokenizerError, brief
 
 # No pattern may hold a capturing group (see `_compile`).
 # \p{L} is any letter, \p{N} any number sign: also ², ½ and Ⅷ. Combining marks are neither, so they end a word.
@@ -76,8 +74,8 @@ _COMPILED = {name: tuple(_compile(pattern) for pattern in patterns) for name, pa
 
 def check_pre_tokenizer(name: str) -> None:
     """Raise TokenizerError, with the list of supported names, where `name` is none of them."""
-    if name not in _COMPILED:
-        raise TokenizerError(f"pre-tokenizer {reprlib.repr(name)} is not supported; expected {', '.join(_COMPILED)}")
+    if not isinstance(name, str) or name not in _COMPILED:
+        raise TokenizerError(f"pre-tokenizer {brief(name)} is not supported; expected {', '.join(_COMPILED)}")
 
 
 def split_words(text: str, pre_tokenizer: str) -> list[str]:

@@ -104,7 +104,8 @@ def answer(template: str, variables: Mapping[str, Any]) -> dict[str, str]:
     except MemoryError:
         return {"broken": f"it needs more than {MAX_MEMORY >> 20} MiB of memory"}
     except Exception as error:  # a template's operation may raise anything
-        return {"broken": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
+        message = str(error)  # a sentence says enough; a bare word, as of a KeyError, needs its class
+        return {"broken": (message if " " in message else f"{type(error).__name__}: {message}")[:MAX_MESSAGE]}
 
 
 def main() -> None:

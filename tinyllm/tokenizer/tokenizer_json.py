@@ -8,6 +8,7 @@ Source: the serialisation of Hugging Face's tokenizers library, version 1.0 of t
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from tinyllm.errors import TokenizerError, brief
 from tinyllm.tokenizer.bpe import EncodingRules, Tokenizer
 from tinyllm.tokenizer.byte_alphabet import BYTE_TO_CHAR
 from tinyllm.tokenizer.pretokenize import DIGIT, GPT2_WORD, PATTERNS
+
+MAX_JSON_SIZE = 2**26  # characters; the largest tokenizer.json have 33 MB
+MAX_PATH = 400  # characters of a path that a message shows
 
 # Patterns that files spell differently from us though they cut alike.
 OTHER_SPELLINGS = {
@@ -63,18 +67,49 @@ def tokenizer_from_json(source: Path | str) -> Tokenizer:
 
 def read_json_object(source: Path | str) -> dict[str, Any]:
     """The JSON object in a file, or in a text that starts with a brace. Raises TokenizerError where it is none."""
-    is_text = isinstance(source, str) and source.lstrip().startswith("{")
-    name = "the text" if is_text else str(source)
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        name, text, advice = "the text", source, ""
+    else:
+        name, advice = _name_of_file(source), "; fetch it again"
+        text = _read(Path(source), name)
+    if len(text) > MAX_JSON_SIZE:
+        raise TokenizerError(f"{name}: is longer than {MAX_JSON_SIZE} characters; expected less")
     try:
-        text = str(source) if is_text else Path(source).read_text("utf-8-sig")
         data = json.loads(text)
-    except OSError as error:
-        raise TokenizerError(f"cannot read {brief(name)}: {error.strerror}; expected a JSON file") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, a number too long, nested too deep
-        raise TokenizerError(f"{brief(name)} holds no usable JSON ({brief(str(error))}); expected an object") from None
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{name}: {json_fault(error)}{advice}") from None
     if not isinstance(data, dict):
-        raise TokenizerError(f"{brief(name)} holds a {type(data).__name__}; expected a JSON object")
+        raise TokenizerError(f"{name}: holds a {type(data).__name__}; expected a JSON object")
     return data
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """What an error of `json.loads` means, to stand after a file's name."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"is no JSON: {error!s:.100}"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply; expected a JSON object"
+    return "holds a number of thousands of digits; expected a usable one"
+
+
+def _name_of_file(source: Any) -> str:
+    """A file's path for a message; TokenizerError for what is none."""
+    if not isinstance(source, str | os.PathLike) or source == "":
+        given = "empty" if source == "" else f"a {type(source).__name__}"
+        raise TokenizerError(f"the tokenizer's source is {given}; expected the path of a JSON file, or its text")
+    name = str(source)
+    return name if name.isprintable() and len(name) < MAX_PATH else brief(name)
+
+
+def _read(path: Path, name: str) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(MAX_JSON_SIZE + 1)
+    except UnicodeDecodeError:
+        raise TokenizerError(f"{name}: is no UTF-8 text; fetch it again") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a zero byte
+        fault = getattr(error, "strerror", None) or error
+        raise TokenizerError(f"{name}: cannot be read: {fault}; expected a JSON file") from None
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
@@ -166,7 +201,7 @@ def _merge(merge: Any) -> tuple[str, str]:
     pair = merge.split(" ") if isinstance(merge, str) else merge
     if isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) and part for part in pair):
         return pair[0], pair[1]
-    raise TokenizerError(f'model.merges holds {brief(merge)}; expected "left right" or ["left", "right"]')
+    raise TokenizerError(f'model.merges holds {merge!r:.80}; expected "left right" or ["left", "right"]')
 
 
 def _object(data: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def train(
 
     There are fewer ids where the text has no pair of neighbours left. Equal arguments give equal tokenizers.
 
-    Raises TokenizerError for a `vocab_size` too small for the bytes and the special tokens, and as `iter_merges` does.
+    Raises TokenizerError for a `vocab_size` too small for the bytes and the special tokens, for special tokens that are
+    no texts, and as `iter_merges` does.
 
     >>> tokenizer = train("low lower lowest low", 300, special_tokens=["<end>"])
     >>> tokenizer.vocab_size  # 256 + 7 + 1: after seven merges each word is one token
@@ -55,7 +56,7 @@ def train(
     >>> [tokenizer.token_text(token_id) for token_id in tokenizer.encode("low lowest<end>", parse_special=True)]
     ['low', ' lowest', '<end>']
     """
-    special = list(special_tokens)
+    special = _as_list(special_tokens)
     if not _is_count(vocab_size) or vocab_size < NUM_BYTES + len(special):
         raise TokenizerError(
             f"vocab_size is {brief(vocab_size)}; expected an int of {NUM_BYTES + len(special)} or more"
@@ -92,7 +93,7 @@ def tokenizer_from_merges(
 ) -> Tokenizer:
     """The tokenizer that these merges make; the special tokens get the last ids.
 
-    Raises TokenizerError where a special token is one of the merged ones, too.
+    Raises TokenizerError where a special token is no text, or one of the merged ones, too.
 
     >>> tokenizer = tokenizer_from_merges(iter_merges("aaabdaaabac", 3))
     >>> tokenizer.encode("aaabdaaabac")
@@ -104,7 +105,7 @@ def tokenizer_from_merges(
         left, right = (spellings[token_id] for token_id in merge.pair)
         pairs.append((left, right))
         spellings.append(left + right)
-    special = list(special_tokens)
+    special = _as_list(special_tokens)
     return Tokenizer([*spellings, *special], pairs, special, pre_tokenizer)
 
 
@@ -149,6 +150,17 @@ def _learn(corpus: Corpus, num_merges: int, ties: str) -> Iterator[Merge]:
         pair = corpus.first_of(best) if ties == "first" and len(best) > 1 else min(best)
         corpus.merge(pair, new_id)
         yield Merge(pair, count, new_id)
+
+
+def _as_list(special_tokens: Iterable[str]) -> list[str]:
+    """A list of texts; one text alone is no list of its characters."""
+    is_list = isinstance(special_tokens, Iterable) and not isinstance(special_tokens, str)
+    special = list(special_tokens) if is_list else [None]
+    if not all(isinstance(token, str) for token in special):
+        raise TokenizerError(
+            f"special_tokens is {brief(special if is_list else special_tokens)}; expected a list of strings"
+        )
+    return [token for token in special if isinstance(token, str)]
 
 
 def _is_count(value: object) -> bool:

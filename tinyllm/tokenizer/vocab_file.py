@@ -7,6 +7,7 @@ Tokens and merges are spelled in the byte alphabet, as in model files. The file 
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,8 +26,10 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path | str) -> None:
 
     Raises TokenizerError where the file cannot be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TokenizerError(f"path is a {type(path).__name__}; expected a path to write to")
     try:
-        Path(path).write_text(tokenizer_to_text(tokenizer), "ascii")
+        Path(path).write_text(tokenizer_to_text(tokenizer), "ascii", newline="\n")
     except (OSError, ValueError) as error:  # ValueError: a path that holds a zero byte
         raise TokenizerError(f"cannot write {brief(str(path))}: {error}; expected a path to write to") from None
 

@@ -1,5 +1,6 @@
 """GGUF metadata to `ModelConfig`: llama.cpp's key names in, the glossary's words out."""
 
+import math
 from typing import Any
 
 from tinyllm.config import ModelConfig, RopeScaling, default_head_dim
@@ -7,6 +8,16 @@ from tinyllm.errors import ConfigError
 from tinyllm.weights.gguf import GGUFFile
 
 ARCHITECTURE = "llama"
+# Keys of llama.cpp that change what is computed and that no step here applies, each with the values that change nothing.
+NOT_APPLIED: dict[str, tuple[float, ...]] = {
+    "llama.logit_scale": (0, 1),
+    "llama.embedding_scale": (0, 1),
+    "llama.residual_scale": (0, 1),
+    "llama.attention.clamp_kqv": (0,),
+    "llama.attention.max_alibi_bias": (0,),
+    "llama.final_logit_softcapping": (0,),
+    "llama.attn_logit_softcapping": (0,),
+}
 END_OF_TEXT_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")  # end of the text, end of a turn
 
 
@@ -14,7 +25,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """Read the settings of a Llama model from the metadata (and two shapes) of `file`.
 
     Raises ConfigError where a key is missing, has the wrong type, holds an impossible number, or asks for something
-    that this engine does not compute: another architecture, experts, a partial rotary embedding, another rope scaling.
+    that this engine does not compute: another architecture, experts, a partial rotary embedding, another rope scaling,
+    scaled or capped numbers.
     """
     keys = _Keys(file.metadata)
     architecture = keys.text("general.architecture")
@@ -24,6 +36,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ConfigError("llama.expert_count is not 0: a mixture of experts is not supported; expected a dense model")
     if keys.whole("llama.attention.sliding_window", 0):
         raise ConfigError("llama.attention.sliding_window is not 0: sliding-window attention is not supported")
+    _check_not_applied(keys)
     hidden_size = keys.whole("llama.embedding_length")
     num_heads = keys.whole("llama.attention.head_count")
     return ModelConfig(
@@ -80,7 +93,22 @@ def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if keys.whole(key, head_dim) != head_dim:
             raise ConfigError(f"{key} is {keys.whole(key)}; expected head_dim = {head_dim}")
+    scale = keys.real("llama.attention.scale", 0)  # 0 means the usual one
+    if scale and not (head_dim > 0 and math.isclose(scale, head_dim**-0.5, rel_tol=1e-5)):
+        raise ConfigError(f"llama.attention.scale is {scale}; expected 1 / sqrt(head_dim = {head_dim}), or no key")
     return head_dim
+
+
+def _check_not_applied(keys: _Keys) -> None:
+    """ConfigError where a key asks for a computation that would be left out."""
+    causal = keys.metadata.get("llama.attention.causal", True)
+    if causal is not True:
+        raise ConfigError(f"llama.attention.causal is {causal!r:.60}, which is not supported; expected true, or no key")
+    for key, neutral in NOT_APPLIED.items():
+        value = keys.real(key, neutral[0])
+        if value not in neutral:
+            expected = " or ".join(map(str, neutral))
+            raise ConfigError(f"{key} is {value}, which is not supported; expected {expected}, or no key")
 
 
 def _vocab_size(keys: _Keys, file: GGUFFile) -> int:

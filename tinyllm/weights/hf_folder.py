@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinyllm.config import ModelConfig, config_from_hf
 from tinyllm.errors import ConfigError, ModelFileError, brief
+from tinyllm.tokenizer.tokenizer_json import json_fault
 from tinyllm.weights.safetensors import LFS_ADVICE, LFS_POINTER, open_file, read_safetensors
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -115,12 +116,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     text = _read_text(path, max_bytes)
     try:
         values = json.loads(text)
-    except RecursionError:
-        raise ModelFileError(f"{path}: is nested too deeply; expected a JSON object") from None
-    except json.JSONDecodeError as error:
-        raise ModelFileError(f"{path}: is no JSON: {error!s:.100}") from None
-    except ValueError:
-        raise ModelFileError(f"{path}: holds a number of thousands of digits; expected a usable one") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: {json_fault(error)}") from None
     if not isinstance(values, dict):
         raise ModelFileError(f"{path}: holds a {type(values).__name__}; expected a JSON object")
     return values

@@ -29,7 +29,23 @@ def fetch(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as error:  # the errors of its HTTP library have no common base
-        reason = " ".join(str(error).split())
-        raise ModelFileError(
-            f"{name}: there is no such file or folder, and the Hugging Face hub did not give it: {reason:.200}"
-        ) from None
+        is_offline = getattr(getattr(huggingface_hub, "constants", None), "HF_HUB_OFFLINE", False)
+        reason = _why_not(name, error, is_offline)
+        raise ModelFileError(f"{name}: there is no such file or folder, and {reason}") from None
+
+
+def _why_not(name: str, error: Exception, is_offline: bool) -> str:
+    """What an error of the library means; its own texts run over many lines. Errors go by name: versions move them."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return f"the Hugging Face hub gives it only to users who accepted its terms; see huggingface.co/{name}, then log in"
+    if "RepositoryNotFoundError" in kinds:
+        return "the Hugging Face hub has no such model either, or it is private; check the name, or log in"
+    if "LocalEntryNotFoundError" in kinds and is_offline:
+        return "the Hugging Face hub's cache has no such model; check the path, or unset HF_HUB_OFFLINE to fetch it"
+    if "LocalEntryNotFoundError" in kinds:
+        return (
+            "the Hugging Face hub cannot be reached and its cache has no such model; check the path, or go online"
+            f" ({type(error).__name__})"
+        )
+    return f"the Hugging Face hub did not give it ({type(error).__name__}); check the path, or try again"

@@ -1,6 +1,5 @@
 """A model on disk, a GGUF file or a Hugging Face folder, becomes a decoder with weights and a tokenizer."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from tinyllm.config import ModelConfig
 from tinyllm.errors import ConfigError, ModelFileError, RequestError, TinyllmError, TokenizerError, brief
 from tinyllm.layers.attention.backends import find_backend
 from tinyllm.model import Decoder
+from tinyllm.planner import count_parameters
 from tinyllm.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 from tinyllm.weights.default import find_default_model
 from tinyllm.weights.gguf import read_gguf
@@ -28,16 +28,9 @@ from tinyllm.weights.hf_folder import (
     read_tensors,
 )
 from tinyllm.weights.hub import fetch, is_hub_name
-from tinyllm.weights.names import (
-    EMBEDDING,
-    FINAL_NORM,
-    LAYER_PARAMETERS,
-    LM_HEAD,
-    parameters_from_gguf,
-    parameters_from_hf,
-    shape_of,
-)
+from tinyllm.weights.names import parameters_from_gguf, parameters_from_hf
 
+EXPECTED = "the path of a GGUF file or a Hugging Face folder, or a hub name owner/model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -126,25 +119,19 @@ def load_weights(path: str | Path | None = None, dtype: str = "float32") -> tupl
 def describe_model(path: str | Path | None = None) -> tuple[Path, ModelConfig, int]:
     """(where it is, its settings, its number of parameters), of the same paths as `load_model`; no weight is read."""
     model = _open(path)
-    config = model.config
-    once = [EMBEDDING, FINAL_NORM, *([] if config.tie_word_embeddings else [LM_HEAD])]
-    sizes = [math.prod(shape_of(parameter.words, config)) for parameter in once]
-    layer_sizes = [math.prod(shape_of(parameter.words, config)) for parameter in LAYER_PARAMETERS]
-    return model.path, config, sum(sizes) + config.num_layers * sum(layer_sizes)
+    return model.path, model.config, count_parameters(model.config).total
 
 
 def _find_dtype(dtype: str) -> torch.dtype:
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype {brief(dtype)} is not supported; expected one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
 def _open(path: str | Path | None) -> _OpenModel:
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise ConfigError(
-            f"model is a {type(path).__name__}; expected the path of a GGUF file or a Hugging Face folder, "
-            "or None for the default"
-        )
+    if path is not None and (path == "" or not isinstance(path, str | os.PathLike)):
+        given = "an empty path" if path == "" else f"a {type(path).__name__}"
+        raise ConfigError(f"model is {given}; expected {EXPECTED}, or None for the default")
     found = find_default_model() if path is None else Path(path)
     if is_hub_name(found):
         found = fetch(found.as_posix())
@@ -152,6 +139,10 @@ def _open(path: str | Path | None) -> _OpenModel:
         return _open_folder(found)
     if found.suffix == ".safetensors":
         raise ModelFileError(f"{found}: is the weights alone; give the folder that also holds config.json")
+    if not os.path.lexists(found):
+        raise ModelFileError(f"{found}: does not exist; give {EXPECTED}, or none for the default model")
+    if found.suffix == ".json":
+        raise ModelFileError(f"{found}: is a part of a model; give its folder, {str(found.absolute().parent)!r}")
     return _open_gguf(found)
 
 

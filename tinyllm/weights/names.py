@@ -5,8 +5,9 @@ as in vLLM: ``qkv_proj`` holds the rows of q, k and v one below the other and ``
 that one matrix product does the work of three, or two. ``{i}`` is the layer.
 """
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +64,8 @@ LM_HEAD = _same("lm_head.weight", "output.weight", "vocab_size hidden_size")  # 
 PARAMETERS = (EMBEDDING, *LAYER_PARAMETERS, FINAL_NORM, LM_HEAD)
 SOURCES_PER_LAYER = sum(len(parameter.sources) for parameter in LAYER_PARAMETERS)
 
+PREFIX = "model."  # of all names but the LM head's in a Hugging Face checkpoint
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Files may carry the rotary frequencies as a tensor; ours follow from the config (which has read GGUF's rope_freqs).
@@ -86,7 +89,7 @@ def parameters_from_gguf(file: GGUFFile, config: ModelConfig, dtype: torch.dtype
     shapes = {name: info.shape for name, info in file.tensors.items()}
     _check(shapes, config, lambda source: source.gguf)
     if config.tie_word_embeddings and "output.weight" in file.tensors:
-        _warn_if_untied(file.read("token_embd.weight"), file.read("output.weight"), "output.weight")
+        _warn_if_untied(file.read("token_embd.weight"), file.read("output.weight"), "output.weight", config)
     return _build(config, dtype, read)
 
 
@@ -98,17 +101,19 @@ def parameters_from_hf(
     Raises ModelFileError for a tensor that is missing, surplus, of another shape than `config` says, or not of floating
     point numbers of 16 to 64 bits (a quantised checkpoint).
     """
-    tensors = _without_prefix(tensors)
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS and not name.endswith(IGNORED_SUFFIXES):  # float8 needs scales beside it
             raise ModelFileError(
                 f"tensor {name!r:.100} is {tensor.dtype}; expected floating point of 16 to 64 bits: quantised "
                 "checkpoints need GGUF"
             )
-    _check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config, lambda source: source.huggingface)
-    if config.tie_word_embeddings and "lm_head.weight" in tensors:
-        _warn_if_untied(tensors["embed_tokens.weight"], tensors["lm_head.weight"], "lm_head.weight")
-    return _build(config, dtype, lambda source, rows: rows.copy_(tensors[source.huggingface]))
+    spell = _spelling(tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _check(shapes, config, lambda source: spell(source.huggingface))
+    lm_head = spell(LM_HEAD.name)
+    if config.tie_word_embeddings and lm_head in tensors:
+        _warn_if_untied(tensors[spell(EMBEDDING.name)], tensors[lm_head], lm_head, config)
+    return _build(config, dtype, lambda source, rows: rows.copy_(tensors[spell(source.huggingface)]))
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
@@ -177,15 +182,30 @@ def _check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, name_of: 
         raise ModelFileError(f"tensor {surplus[0]!r:.100} has no place in a Llama model ({len(surplus)} such)")
 
 
-def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the leading ``model.`` of names: a checkpoint of the bare decoder has none either."""
-    renamed = {name.removeprefix("model."): name for name in tensors}
-    if len(renamed) != len(tensors):
-        raise ModelFileError("a tensor occurs twice: with and without the leading 'model.'")
-    return {name: tensors[original] for name, original in renamed.items()}
+def _spelling(names: Collection[str]) -> Callable[[str], str]:
+    """Our name of a tensor -> the file's: with a leading ``model.``, which a checkpoint of the bare decoder has not.
+
+    >>> spell = _spelling(["model.norm.weight", "lm_head.weight"])
+    >>> [spell(name) for name in ("norm.weight", "embed_tokens.weight", "lm_head.weight")]
+    ['model.norm.weight', 'model.embed_tokens.weight', 'lm_head.weight']
+    """
+    spelled = {name.removeprefix(PREFIX): name for name in names}
+    if len(spelled) != len(names):
+        raise ModelFileError(f"a tensor occurs twice: with and without the leading {PREFIX!r}")
+    prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
+    return lambda name: spelled.get(name, name if name == LM_HEAD.name else prefix + name)
 
 
-def _warn_if_untied(embedding: Tensor, lm_head: Tensor, name: str) -> None:
+def _warn_if_untied(embedding: Tensor, lm_head: Tensor, name: str, config: ModelConfig) -> None:
     """The config wins where it ties the LM head to the embedding and the file nevertheless holds another one."""
     if not torch.equal(embedding, lm_head):
-        warnings.warn(f"{name} differs from the embedding, but the config ties them: it is ignored", stacklevel=3)
+        text = f"{config.name}: {name} differs from the embedding, but the config ties them: it is ignored"
+        warnings.warn(text, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """The stack level, for `warnings.warn` in the function that asks, of the code that called this package."""
+    level, frame = 1, inspect.currentframe()
+    while (frame := frame and frame.f_back) and frame.f_globals.get("__name__", "").startswith("tinyllm."):
+        level += 1
+    return level
