@@ -104,9 +104,10 @@ def make_engine() -> Callable[..., Engine]:
         max_num_seqs: int | None = None,
         num_blocks: int | None = None,
         check_shapes: bool = True,
+        enable_prefix_caching: bool = True,
     ) -> Engine:
         ample = 1 + -(-max(max_model_len, 1024) // block_size)
-        cache_config = CacheConfig(block_size, ample if num_blocks is None else num_blocks)
+        cache_config = CacheConfig(block_size, ample if num_blocks is None else num_blocks, enable_prefix_caching)
         limits = SchedulerConfig(max_model_len, budget, min(128, budget) if max_num_seqs is None else max_num_seqs)
         return Engine(decoder, cache_config, limits, check_shapes)
 
@@ -156,18 +157,22 @@ def make_requests() -> Callable[..., list[Request]]:
 
 
 def check_step(engine: Engine, output: StepOutput) -> None:
-    """The laws of one step: progress within the budget, and every live token has a slot of its own."""
+    """The laws of one step: progress within the budget, and every slot holds one token after one beginning."""
     schedule, batch = output.schedule, output.batch
     limits, block_size = engine.scheduler.config, engine.cache_config.block_size
     assert 0 < schedule.num_tokens <= limits.max_num_batched_tokens, "progress, within the budget"
     assert len(schedule.scheduled) <= limits.max_num_seqs
-    live_slots, written_slots = [], []
+    written_slots: list[int] = []
+    text_of: dict[int, list[int]] = {}  # block -> all tokens up to its end
     for entry in schedule.scheduled:
+        assert min(entry.block_ids) > 0, "the null block belongs to nobody"
         slots = [entry.block_ids[p // block_size] * block_size + p % block_size for p in range(entry.seq_len)]
-        live_slots += slots
+        assert len(set(slots)) == len(slots), "two tokens of one request share a slot"
         written_slots += slots[entry.num_computed_tokens :]
-    assert len(set(live_slots)) == len(live_slots), "two live tokens share a slot"
-    assert min(live_slots) >= block_size, "the null block is never written"
+        for index, block_id in enumerate(entry.block_ids):
+            text = entry.request.token_ids[: min(entry.seq_len, (index + 1) * block_size)]
+            assert text_of.setdefault(block_id, text) == text, "a block is shared by equal beginnings only"
+    assert len(set(written_slots)) == len(written_slots), "two tokens are written into one slot"
     assert batch.slot_mapping.tolist() == written_slots
 
 

@@ -7,31 +7,47 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyllm import SamplingParams, ShapeError
+from tinyllm import CacheConfig, ModelConfig, SamplingParams, ShapeError
 from tinyllm.batch import FlatBatch, build_batch, build_sampling_batch, map_slots
+from tinyllm.kv_cache import KVCache, write_kv
+from tinyllm.model import Decoder
+from tinyllm.request import Request
+from tinyllm.trace import Recorder
 
 
-def test_decode_prefill_and_decode_lie_flat_behind_each_other():
+def test_run_01_decode_prefill_and_decode_lie_flat_behind_each_other():
     batch = build_batch([[70], [1, 2, 3, 4], [90]], [6, 0, 11], [[1, 2], [3], [4, 5, 6]], block_size=4)
     assert batch.token_ids.tolist() == [70, 1, 2, 3, 4, 90]
     assert batch.positions.tolist() == [6, 0, 1, 2, 3, 11]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 6]
+    assert torch.arange(3).repeat_interleave(batch.cu_seqlens_q.diff()).tolist() == [0, 1, 1, 1, 1, 2], (
+        "whose rows they are"
+    )
     assert batch.seq_lens.tolist() == [7, 4, 12]
     assert batch.logits_indices.tolist() == [0, 4, 5]
     assert batch.block_table.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]], "short rows end in the null block"
     assert (batch.query_lens_cpu, batch.seq_lens_cpu) == ((1, 4, 1), (7, 4, 12))
 
 
-def test_two_prompts_of_unequal_length_need_no_padding():
+def test_peer_37_the_last_row_of_each_prompt_gives_its_logits_whatever_their_lengths():
     batch = build_batch([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]], [0, 0], [[1], [2, 3]], block_size=4)
     assert batch.token_ids.tolist() == list(range(1, 11))
-    assert batch.logits_indices.tolist() == [2, 9]
+    assert batch.logits_indices.tolist() == [2, 9] == (batch.cu_seqlens_q[1:] - 1).tolist()
 
 
-def test_slots_follow_the_block_table():
+def test_run_02_slots_follow_the_block_table():
     table = torch.tensor([[5, 2, 9], [1, 7, 0]])
     requests, positions = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([6, 7, 8, 0, 1, 4])
     assert map_slots(table, requests, positions, block_size=4).tolist() == [10, 11, 36, 4, 5, 28]
+
+
+def test_peer_29_the_first_decode_step_stands_right_behind_the_prompt():
+    """Its token is the seventh, so its position is 6: the length that it makes, less one."""
+    prefill = build_batch([[1, 2, 3, 4, 5, 6]], [0], [[1, 2]], block_size=4)
+    decodes = [build_batch([[9]], [computed], [[1, 2, 3]], block_size=4) for computed in (6, 7, 8)]
+    assert prefill.positions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [batch.positions.tolist() for batch in decodes] == [[6], [7], [8]]
+    assert [batch.seq_lens.tolist() for batch in decodes] == [[7], [8], [9]]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +99,30 @@ def test_the_tensors_say_what_the_lists_said(step):
     assert batch.seq_lens.tolist() == list(batch.seq_lens_cpu) == [computed + new for computed, new, _ in requests]
 
 
+@given(steps())
+def test_run_08_no_row_is_padding(step):
+    """vLLM pads a batch and gives its empty rows slot -1, which its write skips. Here every row is a token of a request."""
+    block_size, requests = step
+    tokens = [[7] * new for _, new, _ in requests]
+    batch = build_batch(tokens, [c for c, _, _ in requests], [row for _, _, row in requests], block_size)
+    assert len(batch.slot_mapping) == sum(new for _, new, _ in requests)
+    assert batch.slot_mapping.min() >= block_size, "none is negative, and none lies in the null block"
+    num_blocks = 1 + max(block_id for _, _, row in requests for block_id in row)
+    layer_kv = torch.zeros(2, num_blocks, block_size, 1, 1)
+    ones = torch.ones(len(batch.slot_mapping), 1, 1)
+    write_kv(layer_kv, ones, ones, batch.slot_mapping)
+    written = layer_kv[0].flatten().nonzero().flatten().tolist()
+    assert written == sorted(batch.slot_mapping.tolist()), "nothing else is touched"
+
+
+def test_run_08_a_negative_slot_is_refused_and_never_counts_from_the_end():
+    layer_kv = torch.zeros(2, 3, 2, 1, 1)
+    ones = torch.ones(1, 1, 1)
+    with pytest.raises((IndexError, RuntimeError)):
+        write_kv(layer_kv, ones, ones, torch.tensor([-1]))
+    assert not layer_kv.any()
+
+
 def test_one_field_of_another_length_is_refused():
     batch = build_batch([[1, 2, 3], [5]], [0, 6], [[1], [3, 2]], block_size=4)
     for field in fields(FlatBatch):
@@ -125,3 +165,71 @@ def test_rows_keep_their_own_parameters():
 def test_only_top_k_and_top_p_need_the_sort(params, is_truncated):
     batch = build_sampling_batch([SamplingParams(temperature=1, **params)], [1], [0], vocab_size=100)
     assert batch.is_truncated is is_truncated
+
+
+def test_banned_ids_lie_flat_with_their_rows():
+    params = [SamplingParams()] * 3
+    batch = build_sampling_batch(params, [1, 2, 3], [4, 5, 6], 100, banned_ids=[(2, 7), (), (99, 100)])
+    assert (batch.banned_rows.tolist(), batch.banned_ids.tolist()) == ([0, 0, 2], [2, 7, 99]), "100 is no token"
+    assert batch.is_banning
+    plain = build_sampling_batch(params, [1, 2, 3], [4, 5, 6], 100, banned_ids=[(), (), (100,)])
+    assert not plain.is_banning
+
+
+# --- through the model -------------------------------------------------------------------------------------------------
+
+
+def test_run_05_a_prompt_in_chunks_samples_behind_its_last_one(tiny_model, make_engine):
+    engine = make_engine(tiny_model(), block_size=4, budget=4)
+    request = Request("0", list(range(10, 20)), SamplingParams(max_tokens=2))
+    engine.add_request(request)
+    seen = []
+    for _ in range(4):
+        output = engine.step()
+        seen.append((output.batch.positions.tolist(), output.batch.logits_indices.tolist(), request.num_output_tokens))
+    assert seen == [([0, 1, 2, 3], [3], 0), ([4, 5, 6, 7], [3], 0), ([8, 9], [1], 1), ([10], [0], 2)]
+
+
+LLAMA_3_8B = ModelConfig(
+    hidden_size=4096, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128256,
+    max_positions=8192,
+)  # fmt: skip  # two of its 32 layers, which are alike
+
+
+def test_run_10_the_shapes_of_llama_3_8b():
+    """The batch of RUN-01, six tokens of three requests, through a model without weights."""
+    with torch.device("meta"):
+        decoder = Decoder(LLAMA_3_8B).to(torch.bfloat16)
+    kv_cache = KVCache(LLAMA_3_8B, CacheConfig(4, 7), torch.bfloat16, "meta")
+    with Recorder() as recorder:
+        batch = build_batch([[70], [1, 2, 3, 4], [90]], [6, 0, 11], [[1, 2], [3], [4, 5, 6]], 4, "meta")
+        decoder(batch, kv_cache)
+    calls = list(recorder.walk())
+
+    def sizes(path: str, name: str = "result") -> tuple[int, ...]:
+        found = {value.sizes for call in calls if call.path == path for value in call.values if value.name == name}
+        (same,) = found
+        return same
+
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert sizes("build_batch", name) == (6,)
+    assert sizes("embed_tokens") == sizes("norm", "result[0]") == (6, 4096)
+    for layer in ("layers.0", "layers.1"):
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        assert sizes(f"{layer}.input_layernorm", "result[0]") == (6, 4096)
+        assert sizes(f"{layer}.input_layernorm", "result[1]") == (6, 4096)
+        assert (sizes(f"{attention}.qkv_proj", "weight"), sizes(f"{attention}.qkv_proj")) == ((6144, 4096), (6, 6144))
+        assert [sizes(attention, name) for name in ("q", "k", "v")] == [(6, 32, 128), (6, 8, 128), (6, 8, 128)]
+        assert [sizes(f"{attention}.write_kv", name) for name in ("k", "v")] == [(6, 8, 128)] * 2
+        assert (sizes(attention, "attended"), sizes(attention, "merged")) == ((6, 32, 128), (6, 4096))
+        assert (sizes(f"{attention}.o_proj", "weight"), sizes(f"{attention}.o_proj")) == ((4096, 4096), (6, 4096))
+        assert sizes(f"{layer}.post_attention_layernorm", "result[0]") == (6, 4096)
+        assert (sizes(f"{mlp}.gate_up_proj", "weight"), sizes(f"{mlp}.gate_up_proj")) == ((28672, 4096), (6, 28672))
+        assert sizes(f"{mlp}.silu_and_mul") == (6, 14336)
+        assert (sizes(f"{mlp}.down_proj", "weight"), sizes(f"{mlp}.down_proj")) == ((4096, 14336), (6, 4096))
+    assert (sizes("gather_rows"), sizes("lm_head", "weight"), sizes("lm_head")) == (
+        (3, 4096),
+        (128256, 4096),
+        (3, 128256),
+    )
+    assert (batch.block_table.shape, batch.seq_lens.shape, batch.cu_seqlens_q.shape) == ((3, 3), (3,), (4,))

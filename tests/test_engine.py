@@ -1,7 +1,7 @@
 """The whole loop: what a request gets depends on nothing but the request."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import jaxtyping
 import pytest
@@ -33,6 +33,7 @@ class Workload:
     max_num_seqs: int
     num_blocks: int
     body: str
+    enable_prefix_caching: bool
 
 
 @st.composite
@@ -59,6 +60,7 @@ def workloads(draw, min_requests=1):
         draw(st.integers(1, min(4, budget))),
         smallest_pool + draw(st.integers(0, 12)),
         draw(st.sampled_from(["reference", "sdpa"])),
+        draw(st.booleans()),
     )
 
 
@@ -86,7 +88,7 @@ def small_engine(tiny_model, make_engine):
     def small_engine(w: Workload):
         decoder = tiny_model(attention=w.body)
         return make_engine(
-            decoder, w.block_size, w.budget, MAX_MODEL_LEN, w.max_num_seqs, w.num_blocks, check_shapes=False
+            decoder, w.block_size, w.budget, MAX_MODEL_LEN, w.max_num_seqs, w.num_blocks, False, w.enable_prefix_caching
         )
 
     return small_engine
@@ -115,6 +117,7 @@ def test_the_order_of_requests_does_not_matter(small_engine, run_engine, make_re
 @settings(max_examples=25)
 @given(workloads(min_requests=2), st.integers(0, 255))
 def test_a_request_never_sees_its_neighbours_tokens(small_engine, run_engine, make_requests, workload, token_id):
+    workload = replace(workload, enable_prefix_caching=False)  # a shared block changes what is computed together
     params = [SamplingParams(max_tokens=4)] * len(workload.prompts)
     first, *others = run_engine(small_engine(workload), make_requests(workload.prompts, params))
     changed_prompts = [workload.prompts[0], *([token_id] * len(prompt) for prompt in workload.prompts[1:])]
@@ -344,3 +347,44 @@ def test_an_engine_in_bfloat16_keeps_its_cache_in_bfloat16(body, tiny_model, mak
     for run, expected in zip(runs, run_engine(exact, make_requests(PROMPTS, one)), strict=True):
         assert run.logits.dtype is torch.bfloat16
         torch.testing.assert_close(run.logits.float(), expected.logits, atol=0.15, rtol=0)
+
+
+def test_requests_arrive_and_leave_while_others_run(tiny_model, make_engine, run_alone):
+    engine = make_engine(tiny_model(), block_size=2, budget=6)
+    first = Request("first", PROMPTS[0], GREEDY)
+    engine.add_request(first)
+    engine.step()
+    late, gone = Request("late", PROMPTS[1], GREEDY), Request("gone", PROMPTS[2], GREEDY)
+    engine.add_request(late)
+    engine.add_request(gone)
+    engine.step()
+    assert engine.abort("gone")
+    for request_id in ("gone", "never", "gone"):
+        assert not engine.abort(request_id), "an id that nobody has changes nothing"
+    again = Request("gone", PROMPTS[3], GREEDY)
+    engine.add_request(again)
+    with pytest.raises(RequestError, match="request id gone is taken by one that still runs"):
+        engine.add_request(Request("gone", [1], GREEDY))
+    while engine.has_unfinished_requests:
+        engine.step()
+    for request in (first, late, again):
+        assert request.output_token_ids == run_alone(list(request.prompt_token_ids), GREEDY).token_ids
+    assert gone.finish_reason == "abort"
+    assert engine.scheduler.pool.num_used_blocks == 0
+
+
+def test_a_failed_step_leaves_nothing_to_be_found(tiny_model, make_engine, run_alone, monkeypatch):
+    """Blocks can be found from the moment they are planned; where the plan fails, nobody may find them."""
+    engine = make_engine(tiny_model(), block_size=2)
+    first = Request("0", PROMPTS[2], GREEDY)
+    engine.add_request(first)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(tinyllm.engine, "build_batch", raising(RuntimeError))
+        engine.step()
+    assert engine.scheduler.pool.num_cached_blocks == 0
+    engine.abort("0")
+    second = Request("1", PROMPTS[2], GREEDY)
+    engine.add_request(second)
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert second.output_token_ids == run_alone(PROMPTS[2], GREEDY).token_ids

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from tinyllm import RequestError, SamplingParams
 from tinyllm.request import MIN_TEMPERATURE, Request, RequestStatus
 
-FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids")
+FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids"),
+    *("min_tokens", "n", "skip_reading_prefix_cache"),
+)
 BAD_VALUES = [
     *[("temperature", value) for value in (-0.1, 2.1, math.nan, math.inf, -math.inf, "1", None, True)],
     *[("top_k", value) for value in (-2, 1.5, None, True)],
@@ -18,6 +21,9 @@ BAD_VALUES = [
     *[("seed", value) for value in (2**63, -(2**63) - 1, 1.0, "7")],
     *[("max_tokens", value) for value in (0, -1, 1.5, True, "16")],
     *[("stop_token_ids", value) for value in (7, "7", [1.5], [-1], [None], None)],
+    *[("min_tokens", value) for value in (-1, 17, 1.5, True, "1", None)],  # max_tokens is 16 unless given
+    *[("n", value) for value in (0, -1, 2, 1025, 1.0, True, None)],  # at temperature 0
+    *[("skip_reading_prefix_cache", value) for value in (0, 1, "no", None)],
 ]
 
 
@@ -113,3 +119,63 @@ def test_what_is_no_stop_string_is_refused(stop):
 def test_include_stop_is_a_truth_value():
     with pytest.raises(RequestError, match="include_stop_str_in_output is 1; expected True or False"):
         SamplingParams(include_stop_str_in_output=1)
+
+
+def test_min_tokens_goes_up_to_max_tokens():
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
+    with pytest.raises(
+        RequestError, match=r"^min_tokens is 6; expected a whole number from 0 up to max_tokens, which is 5$"
+    ):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_several_answers_need_a_temperature():
+    assert SamplingParams(n=1024, temperature=0.7).n == 1024
+    with pytest.raises(RequestError, match=r"^n is 2; expected 1 at temperature 0, where all answers are the same$"):
+        SamplingParams(n=2)
+    with pytest.raises(RequestError, match=r"^n is 1025; expected a whole number from 1 to 1024$"):
+        SamplingParams(n=1025, temperature=0.7)
+
+
+def test_before_min_tokens_nothing_that_ends_a_request_may_be_sampled():
+    request = Request("0", [5], SamplingParams(min_tokens=2, stop_token_ids=[8]), eos_token_ids=(2, 7))
+    assert request.stop_ids == request.banned_ids == (2, 7, 8)
+    request.token_ids.append(9)
+    assert request.banned_ids == (2, 7, 8)
+    request.token_ids.append(9)
+    assert (request.banned_ids, request.stop_ids) == ((), (2, 7, 8))
+    ignoring = Request("1", [5], SamplingParams(min_tokens=2, ignore_eos=True), eos_token_ids=(2,))
+    assert ignoring.banned_ids == (), "a token that ends nothing needs no ban"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("priority", value) for value in ("high", 0.5, 1.0, True, None, [0])],
+        *[("arrival_time", value) for value in ("now", math.nan, math.inf, None, True)],
+        *[("cache_salt", value) for value in (5, b"salt", ["salt"])],
+    ],
+)
+def test_a_field_of_a_request_is_refused_by_name(field, value):
+    with pytest.raises(RequestError) as caught:
+        Request("7", [1], SamplingParams(), **{field: value})
+    assert str(caught.value).startswith(f"request 7: {field} is {value!r}; expected ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("request_id", [7, None, b"7", ("7",)])
+def test_an_id_is_a_text(request_id):
+    with pytest.raises(RequestError, match=r"^request id .*expected a text$"):
+        Request(request_id, [1], SamplingParams())
+
+
+def test_urgency_is_priority_then_arrival_then_id():
+    def urgent(priority: int, arrival_time: float, request_id: str) -> Request:
+        return Request(request_id, [1], SamplingParams(), priority=priority, arrival_time=arrival_time)
+
+    requests = [urgent(-1, 9, "d"), urgent(0, 1, "b"), urgent(0, 2, "a"), urgent(0, 2, "c"), urgent(1, 0, "a")]
+    mixed = [requests[i] for i in (3, 0, 4, 2, 1)]
+    assert sorted(mixed, key=lambda request: request.urgency) == requests
+    first, second = (Request("0", [1], SamplingParams()) for _ in range(2))
+    assert first.arrival_time <= second.arrival_time, "the time at which it was made, unless given"

@@ -33,6 +33,7 @@ REPORTS = {
     "case-037": "tokenizer/test_detokenize.py::test_case_037_several_tokens_that_show_the_same_text_all_stop",
     "case-038": "test_stream.py::test_case_038_either_end_token_ends_the_text",
     "case-096": "test_llm.py::test_case_096_and_101_a_hostile_template_runs_nothing",
+    "case-032": "test_llm.py::test_case_032_nothing_ends_an_answer_before_min_tokens",
     "case-097": "test_llm.py::test_case_097_a_text_that_starts_with_the_begin_token_gets_another",
     "case-098": "tokenizer/test_chat.py::test_case_098_a_template_may_ignore_the_generation_prompt",
     "case-099": "tokenizer/test_chat.py::test_case_099_no_begin_token_is_added_to_a_rendered_text",
@@ -43,7 +44,6 @@ REPORTS = {
 ELSEWHERE = {
     "case-024": "cl100k's own ids, with the goldens of the vocabularies that are fetched",
     "case-027": "Mistral's vocabulary is not byte-level BPE; the rule is kept, as ids are never decoded one by one",
-    "case-032": "min_tokens is the sampler's: it masks the end tokens",
 }
 
 
@@ -150,10 +150,49 @@ def test_an_interrupt_in_a_stream_leaves_the_engine_clean(tiny_llm, monkeypatch)
     assert is_clean(llm)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, b"a", [], ["a"], ["a", "b"], [[1]], [1, "a"]])
-def test_a_stream_takes_one_prompt(prompt, tiny_llm):
-    with pytest.raises(RequestError, match="expected a text or a list of token ids"):
+@pytest.mark.parametrize("place", ["find_cached_blocks", "allocate_slots", "cache_full_blocks"])
+def test_a_stream_that_the_collector_closes_within_a_step_leaves_the_engine_clean(place, tiny_llm, monkeypatch):
+    llm = tiny_llm(block_size=2)
+    (alone,) = llm.generate("xyz", TEN)
+    abandoned = llm.stream("abcdefg", TEN)
+    next(abandoned)
+    plan = getattr(llm.engine.scheduler.manager, place)
+
+    def collect(*args):
+        abandoned.close()
+        return plan(*args)
+
+    other = llm.stream("xyz", TEN)
+    monkeypatch.setattr(llm.engine.scheduler.manager, place, collect)
+    assert joined(list(other))[1] == alone.token_ids
+    assert is_clean(llm)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"a", [1, "a"]])
+def test_a_stream_takes_what_generate_takes(prompt, tiny_llm):
+    with pytest.raises(RequestError, match="expected a text"):
         tiny_llm().stream(prompt)
+
+
+def test_a_stream_of_no_prompt_is_empty(tiny_llm):
+    assert list(tiny_llm().stream([])) == tiny_llm().generate([]) == []
+
+
+def test_several_prompts_and_several_answers_stream_at_once(tiny_llm):
+    llm = tiny_llm(max_num_batched_tokens=8, max_num_seqs=4)
+    params = [replace(TEN, max_tokens=3), SamplingParams(temperature=1, seed=3, n=2, max_tokens=7), TEN]
+    prompts = ["abc", "a long prompt that takes some steps", "xyz"]
+    answers = llm.generate(prompts, params)
+    pieces = list(llm.stream(prompts, params))
+    assert len(answers) == 4
+    for index, answer in enumerate(answers):
+        own = [piece for piece in pieces if piece.index == index]
+        assert "".join(piece.text for piece in own) == answer.text
+        assert tuple(token_id for piece in own for token_id in piece.token_ids) == answer.token_ids
+        assert [piece.finish_reason for piece in own if piece.finish_reason] == [answer.finish_reason]
+    order = [piece.index for piece in pieces]
+    assert order != sorted(order), "they come while the others run"
+    assert is_clean(llm)
 
 
 def test_a_stream_refuses_what_cannot_run_at_once(tiny_llm):
@@ -161,7 +200,7 @@ def test_a_stream_refuses_what_cannot_run_at_once(tiny_llm):
         tiny_llm(max_model_len=20).stream("x" * 20)
     with pytest.raises(RequestError, match="the prompt is empty"):
         tiny_llm().stream("")
-    with pytest.raises(RequestError, match="params is a dict"):
+    with pytest.raises(RequestError, match=r"params is \{\}; expected SamplingParams"):
         tiny_llm().stream("a", {})
 
 

@@ -23,7 +23,7 @@ if os.environ.get("TINYLLM_CHECK", "1") != "0":
 from tinyllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from tinyllm.errors import ConfigError, ModelFileError, RequestError, TinyllmError, TokenizerError
 from tinyllm.llm import LLM, Completion, Piece
-from tinyllm.request import SamplingParams
+from tinyllm.request import Request, SamplingParams
 
 __all__ = [
     "LLM",
@@ -33,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "ModelFileError",
     "Piece",
+    "Request",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",

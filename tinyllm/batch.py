@@ -106,7 +106,8 @@ def map_slots(
 class SamplingBatch:
     """The sampling parameters of the gathered rows, one entry a row; the truncations hold their off values where unused.
 
-    positions are those of the tokens to be sampled: with the seed and the token id they key the noise.
+    positions are those of the tokens to be sampled: with the seed and the token id they key the noise. Row
+    banned_rows[i] may not draw token banned_ids[i].
     """
 
     temperature: Float[Tensor, " num_logits"]
@@ -115,7 +116,10 @@ class SamplingBatch:
     min_p: Float[Tensor, " num_logits"]
     seeds: Int[Tensor, " num_logits"]
     positions: Int[Tensor, " num_logits"]
+    banned_rows: Int[Tensor, " num_banned"]
+    banned_ids: Int[Tensor, " num_banned"]
     is_all_greedy: bool
+    is_banning: bool  # whether any row may not draw some token
     is_truncated: bool  # whether any row uses top_k or top_p: only they need a sort
 
 
@@ -125,8 +129,13 @@ def build_sampling_batch(
     positions: Sequence[int],
     vocab_size: int,
     device: torch.device | str = "cpu",
+    banned_ids: Sequence[Sequence[int]] = (),
 ) -> SamplingBatch:
-    """Collect the rows' parameters; a greedy row ignores min_p, top_k and top_p, and top_k off means vocab_size."""
+    """Collect the rows' parameters; a greedy row ignores min_p, top_k and top_p, and top_k off means vocab_size.
+
+    banned_ids lists for each row the token ids that it may not draw; empty where no row has any.
+    """
+    banned = [(row, token_id) for row, ids in enumerate(banned_ids) for token_id in ids if token_id < vocab_size]
     top_k = [p.top_k if 0 < p.top_k < vocab_size and not p.is_greedy else vocab_size for p in params]
     top_p = [1.0 if p.is_greedy else p.top_p for p in params]
     return SamplingBatch(
@@ -136,7 +145,10 @@ def build_sampling_batch(
         min_p=_floats([0.0 if p.is_greedy else p.min_p for p in params], device),
         seeds=_ints(seeds, device),
         positions=_ints(positions, device),
+        banned_rows=_ints([row for row, _ in banned], device),
+        banned_ids=_ints([token_id for _, token_id in banned], device),
         is_all_greedy=all(p.is_greedy for p in params),
+        is_banning=bool(banned),
         is_truncated=any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p),
     )
 

@@ -1,6 +1,7 @@
 """Frozen settings: what a checkpoint is (`ModelConfig`), how its KV pool is cut (`CacheConfig`), what a step may hold
 (`SchedulerConfig`). Plain Python; every impossible value is refused here, before a tensor exists."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -150,18 +151,13 @@ class ModelConfig:
 def config_from_hf(values: Mapping[str, Any], name: str = "model") -> ModelConfig:
     """Read a Hugging Face ``config.json`` of the Llama architecture, in transformers 4 or 5 spelling.
 
-    A key that is absent or null has the value that transformers' LlamaConfig gives it. Raises ConfigError for another
-    architecture, an unknown activation, biases, or an impossible value; the file's values are not trusted.
+    A key that is absent or null has the value that transformers' LlamaConfig gives it, but for model_type and the
+    sizes. Raises ConfigError for another architecture, an unknown activation, biases, sliding windows, quantised weights
+    or an impossible value; the file's values are not trusted.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config.json holds a {type(values).__name__}; expected an object")
-    for key, expected in (
-        ("model_type", "llama"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-    ):
-        if _get(values, key, expected) != expected:
-            raise ConfigError(f"{key} {values[key]!r:.60} is not supported; expected {expected!r}")
+    _check_architecture(values)
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for key in required:
         if values.get(key) is None:
@@ -190,6 +186,30 @@ def config_from_hf(values: Mapping[str, Any], name: str = "model") -> ModelConfi
     )
 
 
+def _check_architecture(values: Mapping[str, Any]) -> None:
+    """ConfigError for a config.json of anything but a plain Llama, whose tensors may look alike all the same."""
+    if values.get("model_type") is None:
+        raise ConfigError("config.json has no model_type; expected 'llama', the one architecture that is supported")
+    for key, expected in (
+        ("model_type", "llama"),
+        ("architectures", ["LlamaForCausalLM"]),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("partial_rotary_factor", 1),  # version 5 has it among the rope_parameters
+    ):
+        if _get(values, key, expected) != expected:
+            raise ConfigError(f"{key} {values[key]!r:.60} is not supported; expected {expected!r}")
+    if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
+        raise ConfigError(
+            f"sliding_window {values['sliding_window']!r:.60} is not supported; expected null: full attention"
+        )
+    if values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"quantization_config {values['quantization_config']!r:.60} is not supported; expected plain weights: "
+            "quantised checkpoints need GGUF"
+        )
+
+
 def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
     """The value of a key, where null means the default as much as absence does."""
     value = values.get(key)
@@ -210,11 +230,25 @@ def default_head_dim(hidden_size: Any, num_heads: Any) -> int:
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5's rope_parameters, or the same put together from version 4's rope_theta and rope_scaling."""
+    """transformers 5's rope_parameters, or the same put together from version 4's rope_theta and rope_scaling.
+
+    A file may hold both spellings, where they say the same.
+    """
     parts = [_get(values, key, {}) for key in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, Mapping) for part in parts):
         raise ConfigError(f"rope_scaling or rope_parameters is {parts!r:.60}; expected an object")
-    return {"rope_theta": values.get("rope_theta"), **(parts[1] or parts[0])}
+    old, new = ({"rope_theta": values.get("rope_theta"), **part} for part in parts)
+    if not parts[1]:
+        return old
+    if parts[0] and _rope_scaling_from_hf(old) != _rope_scaling_from_hf(new):
+        raise ConfigError(
+            f"rope_scaling and rope_parameters disagree: {parts!r:.160}; expected one of them, or the same"
+        )
+    if _get(old, "rope_theta", new["rope_theta"]) != new["rope_theta"]:
+        raise ConfigError(
+            f"rope_theta {old['rope_theta']!r:.60} and rope_parameters' {new['rope_theta']!r:.60} disagree; expected one"
+        )
+    return new
 
 
 def _rope_scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -231,12 +265,58 @@ def _rope_scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     raise ConfigError(f"rope scaling {rope_type!r:.60} is not supported; expected default, linear or llama3")
 
 
+def _preset(name: str, *sizes: Any, **rest: Any) -> ModelConfig:
+    return ModelConfig(*sizes, name=name, **rest)
+
+
+# Public models by name, for a plan or a dry run that needs no weights. Their columns, in ModelConfig's order: hidden_size,
+# intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, max_positions.
+# fmt: off
+_PRESET_LIST = [
+    _preset("llama-2-7b", 4096, 11008, 32, 32, 32, 128, 32000, 4096),
+    _preset("llama-2-13b", 5120, 13824, 40, 40, 40, 128, 32000, 4096),
+    _preset("llama-2-70b", 8192, 28672, 80, 64, 8, 128, 32000, 4096),
+    _preset("llama-3-8b", 4096, 14336, 32, 32, 8, 128, 128256, 8192, rope_theta=5e5),
+    _preset("llama-3-70b", 8192, 28672, 80, 64, 8, 128, 128256, 8192, rope_theta=5e5),
+    _preset("llama-3.1-405b", 16384, 53248, 126, 128, 8, 128, 128256, 131072, rope_theta=5e5,
+            rope_scaling=RopeScaling("llama3", 8.0)),
+    _preset("llama-3.2-1b", 2048, 8192, 16, 32, 8, 64, 128256, 131072, rope_theta=5e5,
+            rope_scaling=RopeScaling("llama3", 32.0), tie_word_embeddings=True),
+    _preset("mistral-7b-v0.3", 4096, 14336, 32, 32, 8, 128, 32768, 32768, rope_theta=1e6),
+    _preset("tinyllama-1.1b", 2048, 5632, 22, 32, 4, 64, 32000, 2048),
+    _preset("smollm2-135m", 576, 1536, 30, 9, 3, 64, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
+    _preset("smollm2-360m", 960, 2560, 32, 15, 5, 64, 49152, 8192, rope_theta=1e5, tie_word_embeddings=True),
+    _preset("smollm2-1.7b", 2048, 8192, 24, 32, 32, 64, 49152, 8192, rope_theta=1.3e5, tie_word_embeddings=True),
+]
+# fmt: on
+PRESETS: dict[str, ModelConfig] = {preset.name: preset for preset in _PRESET_LIST}
+
+
+def find_preset(name: str) -> ModelConfig:
+    """The preset of a name, in either case; ConfigError names the nearest ones, or all where none is near.
+
+    >>> find_preset("Llama-3-8B").num_kv_heads
+    8
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"the preset's name is {name!r:.60}; expected one of {', '.join(PRESETS)}")
+    wanted = name.strip().casefold()
+    if wanted in PRESETS:
+        return PRESETS[wanted]
+    near = difflib.get_close_matches(wanted.rpartition("/")[2][:60], PRESETS)
+    raise ConfigError(
+        f"{name!r:.60} is no preset; "
+        + (f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(PRESETS)}")
+    )
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV pool: `num_blocks` blocks of `block_size` token slots, block 0 being the null block."""
 
     block_size: int = 16
     num_blocks: int = 513
+    enable_prefix_caching: bool = True  # requests that begin with the same tokens share full blocks
 
     def __post_init__(self) -> None:
         if not _is_whole(self.block_size, 1, 2**16):
@@ -245,6 +325,7 @@ class CacheConfig:
             raise ConfigError(
                 f"num_blocks is {self.num_blocks!r:.60}; expected 2 (block 0 is the null block) to {MAX_SIZE - 1}"
             )
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
     @property
     def num_slots(self) -> int:
@@ -261,13 +342,20 @@ class CacheConfig:
         return {"block_size": self.block_size, "num_blocks": self.num_blocks, "num_slots": self.num_slots}
 
 
+POLICIES = ("fcfs", "priority")
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The limits of one engine step."""
+    """The limits of one engine step, and who goes first. Names and rules are vLLM's."""
 
     max_model_len: int = 2048
     max_num_batched_tokens: int = 2048  # the token budget
     max_num_seqs: int = 128
+    policy: str = "fcfs"  # first come, first served; or "priority": the smallest priority number first
+    enable_chunked_prefill: bool = True  # a prompt may be computed over several steps
+    long_prefill_token_threshold: int = 0  # most tokens of one request in a step while there are others; 0 is off
+    reserve_full_sequence: bool = True  # a request starts only where all its tokens fit, not just its first chunk
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs"):
@@ -279,3 +367,22 @@ class SchedulerConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
                 "every running request needs one token a step; raise the budget or lower max_num_seqs"
             )
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy is {self.policy!r:.60}; expected {' or '.join(POLICIES)}")
+        _check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        _check_bool("reserve_full_sequence", self.reserve_full_sequence)
+        if not _is_whole(self.long_prefill_token_threshold, 0, MAX_SIZE - 1):
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold!r:.60}; expected a whole number, 0 for off"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_model_len {self.max_model_len}, and "
+                "without chunked prefill a prompt must fit one step; raise the budget, lower max_model_len, or switch "
+                "enable_chunked_prefill on"
+            )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r:.60}; expected True or False")

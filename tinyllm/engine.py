@@ -36,10 +36,10 @@ class Engine:
         self.model = model
         self.cache_config = cache
         self.check_shapes = check_shapes
-        self.scheduler = Scheduler(scheduler, cache)
         weight = model.embed_tokens.weight
         self.device = weight.device
         self.kv_cache = KVCache(model.config, cache, weight.dtype, weight.device)
+        self.scheduler = Scheduler(scheduler, cache)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -47,13 +47,24 @@ class Engine:
         return self.scheduler.has_unfinished_requests
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; it joins the next step that has room. RequestError where it could never run."""
+        """Queue a request; it joins the next step that has room, whatever runs already.
+
+        RequestError where it could never run, was queued before, or has the id of one that still runs.
+        """
         self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Give a request up and free its blocks; False where none of this id waits or runs."""
+        return self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached keys and values; False, and nothing is done, while a request holds blocks."""
+        return self.scheduler.reset_prefix_cache()
 
     def step(self) -> StepOutput:
         """Compute some tokens of some requests; each request whose tokens are all computed gets one more.
 
-        Where the model fails or is interrupted, nothing counts as computed: the next step does the same work again.
+        Where the model fails or is interrupted, nothing counts as computed: its requests start over and keep their tokens.
         """
         schedule = self.scheduler.schedule()
         assert schedule.scheduled, "step() needs an unfinished request"
@@ -62,7 +73,7 @@ class Engine:
         except BaseException:
             self.scheduler.undo(schedule)
             raise
-        finished = self.scheduler.update(schedule, sampled)
+        finished = self.scheduler.update(schedule, [None if token_id is None else [token_id] for token_id in sampled])
         return StepOutput(schedule, batch, logits, sampled, tuple(finished))
 
     def _run(self, schedule: Schedule) -> tuple[FlatBatch, Tensor, tuple[int | None, ...]]:
@@ -93,4 +104,5 @@ class Engine:
             [entry.seq_len for entry in schedule.scheduled],  # the position of the token to be sampled
             self.model.config.vocab_size,
             self.device,
+            [request.banned_ids for request in requests],
         )

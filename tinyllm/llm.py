@@ -1,9 +1,11 @@
 """Text in, text out."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,9 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str  # "stop", "length" or "error"
+    finish_reason: str  # "stop", "length", "abort" or "error"
     seed: int  # given or drawn: it reproduces a sampled answer
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None  # None but in the last piece
+    index: int = 0  # which of the answers, in the order of `generate`'s list
 
 
 class LLM:
@@ -52,7 +56,8 @@ class LLM:
 
     model None is the default model (SmolLM2-135M-Instruct), a path another GGUF file or Hugging Face folder; a
     LoadedModel is used as it is.
-    attention is ``reference`` (six readable steps) or ``sdpa``; check_shapes None checks all but the fast backends.
+    attention is ``reference`` (six readable steps) or ``sdpa``; check_shapes None checks all but the fast backends. The
+    other settings are those of CacheConfig and SchedulerConfig; what is None follows from the model.
     Raises ModelFileError, ConfigError or TokenizerError, one line each, where the model or a setting cannot work.
     """
 
@@ -68,17 +73,29 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        policy: str = "fcfs",
     ):
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, attention=attention)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         if check_shapes is None:
             check_shapes = loaded.attention not in FAST_BACKENDS
-        limits = _limits(loaded.config.max_positions, max_model_len, max_num_batched_tokens, max_num_seqs)
+        limits = replace(
+            _limits(loaded.config.max_positions, max_model_len, max_num_batched_tokens, max_num_seqs),
+            enable_chunked_prefill=enable_chunked_prefill,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=policy,
+        )
         cache = _pool(limits.max_model_len, block_size, num_blocks)
+        cache = replace(cache, enable_prefix_caching=enable_prefix_caching)
         self.engine = Engine(loaded.decoder, cache, limits, check_shapes)
-        self._num_requests = 0
+        self._request_ids = map(str, itertools.count())
         self._answers: dict[Request, _Answer] = {}  # of the requests under way
+        self._given_up: list[Request] = []  # to be aborted once the step under way is over
+        self._is_in_step = False
         self._lock = threading.RLock()  # one step at a time; re-entrant, as the collector may close a stream in a step
 
     def generate(
@@ -86,49 +103,66 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         parse_special: bool = False,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several; they run together and come back in the order given.
+        """Complete one prompt or several; they run together and come back in the order given, n answers for each.
 
         Threads and open streams share the engine: each of them makes steps for all. params is one SamplingParams for
-        all prompts, or one for each. Control tokens written in a prompt's text stay text unless parse_special is set.
-        Raises RequestError or TokenizerError before anything runs.
+        all prompts, or one for each, and so is priority (the smaller goes first, under the policy "priority"). Prompts
+        share cached blocks only with those of the same cache_salt. Control tokens written in a prompt's text stay text
+        unless parse_special is set. Raises RequestError or TokenizerError before anything runs.
         """
-        requests = self.make_requests(prompts, params, parse_special)
+        requests = self.make_requests(prompts, params, parse_special, priority, cache_salt)
         for _ in self.run(requests):
             pass
         return [self.completion(request) for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, parse_special: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        parse_special: bool = False,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> Generator[Piece, None, None]:
-        """Complete one prompt piece by piece; the pieces joined are what `generate` gives.
+        """Complete one prompt, or several at once, piece by piece; takes what `generate` takes.
 
-        No piece holds a part of a character, or text that a stop string takes back later. Closing the generator gives
-        the request up. Raises RequestError or TokenizerError here, before anything runs.
+        A piece's index says to which answer of `generate`'s list it belongs; the pieces of one index joined are that
+        answer. No piece holds a part of a character, or text that a stop string takes back later. Closing the generator
+        gives the requests up. Raises RequestError or TokenizerError here, before anything runs.
         """
-        (request,) = self.make_requests([_as_one_prompt(prompt)], params, parse_special)
-        self.engine.scheduler.check_request(request)
-        return self._stream(request)
+        requests = self.make_requests(prompts, params, parse_special, priority, cache_salt)
+        for request in requests:
+            self.engine.scheduler.check_request(request)
+        return self._stream(requests)
 
-    def _stream(self, request: Request) -> Generator[Piece, None, None]:
-        answer = self._answers[request] = _Answer(self.tokenizer, request)
-        with contextlib.closing(self.run([request])) as steps:
+    def _stream(self, requests: Sequence[Request]) -> Generator[Piece, None, None]:
+        answers = [_Answer(self.tokenizer, request, index) for index, request in enumerate(requests)]
+        self._answers |= dict(zip(requests, answers, strict=True))
+        with contextlib.closing(self.run(requests)) as steps:
             for _ in steps:
                 with self._lock:
-                    piece = answer.take()
-                if piece.token_ids or piece.finish_reason:  # not while the prompt is computed
-                    yield piece
-        if not answer.is_taken:  # the last step was made by another thread or stream
-            yield answer.take()
+                    pieces = [answer.take() for answer in answers if not answer.is_taken]
+                for piece in pieces:
+                    if piece.token_ids or piece.finish_reason:  # not while the prompt is computed
+                        yield piece
+        for answer in answers:
+            if not answer.is_taken:  # the last step was made by another thread or stream
+                yield answer.take()
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **variables: Any
     ) -> Completion:
         """Answer a conversation: dicts with role and content, the last one usually the user's.
 
-        `variables` go to the model's chat template. For an answer piece by piece: ``stream(encode_chat(messages))``.
-        Raises what `encode_chat` and `generate` raise.
+        `variables` go to the model's chat template. For an answer piece by piece: ``stream(encode_chat(messages))``; for
+        n answers: ``generate([encode_chat(messages)], params)``. Raises what `encode_chat` and `generate` raise.
         """
+        if params is not None and params.n > 1:
+            raise RequestError(
+                f"n is {params.n}; chat gives one answer: call generate([llm.encode_chat(messages)], params)"
+            )
         return self.generate([self.encode_chat(messages, **variables)], params)[0]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -137,11 +171,15 @@ class LLM:
         Raises RequestError for what is no conversation, one that the template refuses, and a model without template;
         ModelFileError for a template that is broken or hostile.
         """
-        loaded = self.loaded
-        if loaded.chat_template is None:
+        if self._chat_template is None:
             raise RequestError("this model has no chat template; use generate, or a model that was tuned for chat")
-        template = ChatTemplate(loaded.chat_template, self.tokenizer, **loaded.template_tokens)
-        return template.encode(messages, **variables)
+        return self._chat_template.encode(messages, **variables)
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate | None:
+        loaded = self.loaded
+        source = loaded.chat_template
+        return None if source is None else ChatTemplate(source, self.tokenizer, **loaded.template_tokens)
 
     def run(self, requests: Sequence[Request]) -> Generator[StepOutput, None, None]:
         """Run requests to their end, and hand out each step; whoever stops listening gives the requests up.
@@ -158,60 +196,65 @@ class LLM:
             while output := self._step(requests):
                 yield output
         finally:
-            with self._lock:
-                for request in requests:
-                    self.engine.scheduler.abort(request)
-                    self._answers.pop(request, None)
+            self._give_up(requests)
 
     def _step(self, requests: Sequence[Request]) -> StepOutput | None:
         """One step for all that is under way, unless `requests` have ended; ends those whose text holds a stop string."""
         with self._lock:
             if all(request.status.is_finished for request in requests):
                 return None
-            output = self.engine.step()
+            self._is_in_step = True
+            try:
+                output = self.engine.step()
+            finally:
+                self._is_in_step = False
+                self._give_up([])
             for entry in output.schedule.scheduled:
                 answer = self._answers.get(entry.request)
                 if answer is not None and answer.read():
                     self.engine.scheduler.abort(entry.request, RequestStatus.STOPPED)
             return output
 
+    def _give_up(self, requests: Sequence[Request]) -> None:
+        """Abort what has not ended. In the middle of a step, where the collector may close a stream, only note it."""
+        with self._lock:
+            self._given_up += requests
+            while self._given_up and not self._is_in_step:
+                request = self._given_up.pop()
+                self.engine.scheduler.abort(request)
+                self._answers.pop(request, None)
+
     def make_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         parse_special: bool = False,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
     ) -> list[Request]:
-        """Encode the prompts and pair each with its parameters; nothing is queued yet.
+        """Encode the prompts and pair each with its parameters; nothing is queued yet. n answers are n requests.
 
         Where the model's file says that prompts begin with a begin token, a text gets one, and so has two where it
         starts with one itself and parse_special is set. Token ids are taken as they are.
         """
         prompt_list = _as_prompt_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params_list = [params or SamplingParams()] * len(prompt_list)
-        elif isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params):
-            params_list = list(params)
-        else:
-            raise RequestError(
-                f"params is a {type(params).__name__}; expected SamplingParams, or a list with one for each prompt"
-            )
-        if len(params_list) != len(prompt_list):
-            raise RequestError(
-                f"{len(prompt_list)} prompts came with {len(params_list)} sampling parameters; give one for each"
-            )
+        params_list = _one_for_each(
+            SamplingParams() if params is None else params, prompt_list, "params", SamplingParams
+        )
+        priorities = _one_for_each(priority, prompt_list, "priority", int)
+        encoded = [self._encode(prompt, parse_special) for prompt in prompt_list]
         return [
-            self._make_request(prompt, prompt_params, parse_special)
-            for prompt, prompt_params in zip(prompt_list, params_list, strict=True)
-        ]
+            Request(next(self._request_ids), token_ids, answer_params, self.loaded.config.eos_token_ids, text,
+                    priority=prompt_priority, cache_salt=cache_salt)
+            for (text, token_ids), prompt_params, prompt_priority in zip(encoded, params_list, priorities, strict=True)
+            for answer_params in prompt_params.split()
+        ]  # fmt: skip
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
+    def _encode(self, prompt: Prompt, parse_special: bool) -> tuple[str | None, list[int]]:
+        """(the prompt's text where it is one, its token ids)."""
         if isinstance(prompt, str):
-            text, token_ids = prompt, self.loaded.encode_prompt(prompt, parse_special)
-        else:
-            text, token_ids = None, _as_token_ids(prompt, self.loaded.config.vocab_size)
-        request = Request(str(self._num_requests), token_ids, params, self.loaded.config.eos_token_ids, text)
-        self._num_requests += 1
-        return request
+            return prompt, self.loaded.encode_prompt(prompt, parse_special)
+        return None, _as_token_ids(prompt, self.loaded.config.vocab_size)
 
     def completion(self, request: Request) -> Completion:
         """What a finished request gave."""
@@ -225,6 +268,7 @@ class LLM:
             token_ids=tuple(request.output_token_ids),
             finish_reason=answer.finish_reason or "",
             seed=request.seed,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -234,8 +278,9 @@ class LLM:
 class _Answer:
     """The text of one request as its tokens come in: a function of the tokens alone, however they are read."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
+    def __init__(self, tokenizer: Tokenizer, request: Request, index: int = 0):
         params = request.params
+        self._index = index
         self._tokenizer = tokenizer
         self._request = request
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids=_known_ids(request.prompt_token_ids, tokenizer))
@@ -258,7 +303,7 @@ class _Answer:
             if self._is_hidden(token_id):
                 continue
             piece = self._detokenizer.push(_known_ids([token_id], self._tokenizer))
-            self._pieces.append(self._finder.push(piece))
+            self._pieces.append(self._finder.push(piece, may_stop=self._num_read > self._request.params.min_tokens))
         return self._finder.matched is not None
 
     def _is_hidden(self, token_id: int) -> bool:
@@ -278,7 +323,7 @@ class _Answer:
         self.is_taken = self.finish_reason is not None
         text = self.text() if self.is_taken else self._take_text()
         start, self._num_taken = self._request.num_prompt_tokens + self._num_taken, self._num_read
-        return Piece(text, tuple(self._request.token_ids[start:]), self.finish_reason)
+        return Piece(text, tuple(self._request.token_ids[start:]), self.finish_reason, self._index)
 
     def _take_text(self) -> str:
         text = "".join(self._pieces)
@@ -333,14 +378,15 @@ def _pool(max_model_len: int, block_size: int, num_blocks: int | None) -> CacheC
     return replace(cache, num_blocks=num_blocks)
 
 
-def _as_one_prompt(prompt: Any) -> Prompt:
-    """The prompt itself; a list of several is a RequestError."""
-    is_text_or_ids = isinstance(prompt, str) or (
-        isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(item, Integral) for item in prompt)
-    )
-    if not is_text_or_ids or isinstance(prompt, BYTES):
-        raise RequestError(f"{brief(prompt)} is not one prompt; expected a text or a list of token ids")
-    return prompt
+def _one_for_each(value: Any, prompts: Sequence[Any], name: str, kind: type) -> list[Any]:
+    """A list with one value for each prompt, of one for all or of such a list; RequestError for anything else."""
+    if isinstance(value, kind):
+        return [value] * len(prompts)
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise RequestError(f"{name} is {brief(value)}; expected {kind.__name__}, or a list with one for each prompt")
+    if len(value) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts came with {len(value)} {name}; expected one for each")
+    return list(value)
 
 
 def _as_prompt_list(prompts: Any) -> list[Any]:

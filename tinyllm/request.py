@@ -7,13 +7,15 @@ the difference, and once it is zero the last row's logits give one more token.
 import enum
 import math
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from tinyllm.errors import RequestError, brief
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+MAX_N = 1024
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,10 @@ class SamplingParams:
     temperature 0 (the default) is greedy and ignores the truncations; a value between 0 and 0.01 is raised to 0.01.
     top_k 0 or -1 and top_p 1 and min_p 0 are off. seed None draws a fresh seed, which the result records.
     max_tokens None means: until max_model_len. stop is a text or several that end the answer, which is cut before the
-    earliest of them, or behind it where include_stop_str_in_output is set. Raises RequestError, one line, for any value out of range.
+    earliest of them, or behind it where include_stop_str_in_output is set. No end token, stop id or stop string
+    counts within the first min_tokens tokens. n asks for several answers to one prompt; number i draws with seed + i.
+    skip_reading_prefix_cache computes the whole prompt, whatever is cached. Raises RequestError, one line, for any value
+    out of range.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9).top_p
     0.9
@@ -42,6 +47,9 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    n: int = 1
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         _require(_is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
@@ -65,15 +73,38 @@ class SamplingParams:
                  "stop", self.stop, "a text or a list of texts, none of them empty")  # fmt: skip
         _require(isinstance(self.include_stop_str_in_output, bool),
                  "include_stop_str_in_output", self.include_stop_str_in_output, "True or False")  # fmt: skip
+        most = "" if self.max_tokens is None else f" up to max_tokens, which is {self.max_tokens}"
+        _require(_is_int(self.min_tokens) and 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
+                 "min_tokens", self.min_tokens, f"a whole number from 0{most}")  # fmt: skip
+        _require(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"a whole number from 1 to {MAX_N}")
+        _require(self.n == 1 or self.temperature > 0, "n", self.n, "1 at temperature 0, where all answers are the same")
+        _require(isinstance(self.skip_reading_prefix_cache, bool),
+                 "skip_reading_prefix_cache", self.skip_reading_prefix_cache, "True or False")  # fmt: skip
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         object.__setattr__(self, "stop", tuple(stop))
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
 
+    def split(self) -> list[Self]:
+        """Parameters of n answers, one each; number i draws with seed + i, round the 64 bits.
+
+        >>> [params.seed for params in SamplingParams(temperature=1, seed=7, n=3).split()]
+        [7, 8, 9]
+        """
+        if self.n == 1:
+            return [self]
+        seed = draw_seed() if self.seed is None else self.seed
+        return [replace(self, n=1, seed=(seed + i + 2**63) % 2**64 - 2**63) for i in range(self.n)]
+
     @property
     def is_greedy(self) -> bool:
         """Whether every token is simply the one with the largest logit."""
         return self.temperature == 0
+
+
+def draw_seed() -> int:
+    """A fresh seed, from the system's randomness."""
+    return secrets.randbits(63)
 
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
@@ -110,7 +141,10 @@ class RequestStatus(enum.Enum):
 class Request:
     """One prompt on its way through the engine.
 
-    token_ids grows by one sampled token a step; block_ids are the KV blocks it holds, in order of position.
+    token_ids grows by one sampled token a step; block_ids are the KV blocks it holds, in order of position, and
+    block_hashes those of the blocks that its tokens have filled. A smaller priority goes first (under the policy
+    "priority"), then the earlier arrival_time, then the smaller request_id. Requests with different cache_salt share
+    nothing. Raises RequestError where a field cannot be.
     """
 
     request_id: str
@@ -119,8 +153,13 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     prompt: str | None = None  # the text that it came from
     status: RequestStatus = RequestStatus.WAITING
+    priority: int = 0
+    arrival_time: float = field(default_factory=time.monotonic)
+    cache_salt: str | None = None
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(init=False, default_factory=list)
+    num_cached_tokens: int | None = field(init=False, default=None)  # found in the cache when it first started
     token_ids: list[int] = field(init=False)
     seed: int = field(init=False)
     stop_token_id: int | None = field(init=False, default=None)  # the token that stopped it
@@ -129,9 +168,35 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id}: the prompt is empty; expected at least one token")
+        _require(isinstance(self.request_id, str), "request id", self.request_id, "a text")
+        name = f"request {self.request_id}: "
+        _require(_is_int(self.priority), name + "priority", self.priority, "a whole number (the smaller goes first)")
+        _require(_is_number(self.arrival_time), name + "arrival_time", self.arrival_time, "a number of seconds")
+        _require(self.cache_salt is None or isinstance(self.cache_salt, str),
+                 name + "cache_salt", self.cache_salt, "a text or None")  # fmt: skip
         self.prompt_token_ids = tuple(self.prompt_token_ids)
         self.token_ids = list(self.prompt_token_ids)
-        self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+        self.seed = draw_seed() if self.params.seed is None else self.params.seed
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token id that ends the request."""
+        return (*(() if self.params.ignore_eos else self.eos_token_ids), *self.params.stop_token_ids)
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Token ids that must not be sampled next: before min_tokens tokens none that would end the request."""
+        return self.stop_ids if self.num_output_tokens < self.params.min_tokens else ()
+
+    @property
+    def urgency(self) -> tuple[int, float, str]:
+        """What the policy "priority" orders by, the smallest first."""
+        return self.priority, self.arrival_time, self.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,16 +2,39 @@
 
 One principle: every step gives each request ``num_tokens - num_computed_tokens`` tokens, clipped by the token budget.
 A whole prefill, a chunk of one, a decode step and the recomputation after a preemption are all that same subtraction.
+
+The life of a token: the step that computes the last of a request's tokens samples the next one, which is appended at
+once (``num_tokens`` grows); but its key and value exist only after the step that computes it, and only then it counts as
+computed. A block is needed exactly when ceil(num_tokens / block_size) exceeds the blocks held, so the sampled token
+gets its block in the step that computes it, not in the one that samples it.
+
+>>> from tinyllm.request import SamplingParams
+>>> scheduler = Scheduler(SchedulerConfig(8, 8, 1), CacheConfig(block_size=2, num_blocks=5))
+>>> request = Request("r", [5, 6, 7], SamplingParams(max_tokens=3))
+>>> scheduler.add_request(request)
+>>> for token_id in (11, 12, 13):
+...     schedule = scheduler.schedule()
+...     before = request.num_tokens, request.num_computed_tokens, request.block_ids
+...     _ = scheduler.update(schedule, [[token_id]])
+...     print(schedule.scheduled[0].token_ids, "are computed:", *before, "- then sampled:", request.token_ids[3:])
+(5, 6, 7) are computed: 3 3 [1, 2] - then sampled: [11]
+(11,) are computed: 4 4 [1, 2] - then sampled: [11, 12]
+(12,) are computed: 5 5 [1, 2, 3] - then sampled: [11, 12, 13]
+
+The last token's key and value are never computed: nobody asks for them.
 """
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from tinyllm.block_pool import BlockPool
 from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.errors import ConfigError, RequestError
+from tinyllm.kv_cache_manager import KVCacheManager
 from tinyllm.request import Request, RequestStatus
+
+BUDGET, THRESHOLD = "token budget", "long-prefill threshold"  # what may cut a request's share of a step
 
 
 @dataclass(frozen=True)
@@ -24,6 +47,9 @@ class ScheduledRequest:
     block_ids: tuple[int, ...]  # its row of the block table
     new_block_ids: tuple[int, ...]  # those of them that this step allocated
     samples: bool  # False for a prefill chunk that is not the last: its sampled token is thrown away
+    hit_block_ids: tuple[int, ...] = ()  # those of them that this step found in the prefix cache
+    started_as: RequestStatus = RequestStatus.RUNNING  # WAITING where it is new, PREEMPTED where it comes back
+    cut_by: str = ""  # what kept it from getting all its tokens
 
     @property
     def query_len(self) -> int:
@@ -37,20 +63,94 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True)
+class Preemption:
+    """A running request that lost its blocks because another one needed some (or it could not get its own)."""
+
+    request_id: str
+    for_request_id: str
+    block_ids: tuple[int, ...]  # what it held
+
+
+@dataclass(frozen=True)
 class Schedule:
     """What one step computes, and the state of queue and pool after deciding it."""
 
     scheduled: tuple[ScheduledRequest, ...]
     token_budget: int
-    preempted_ids: tuple[str, ...]
+    preempted: tuple[Preemption, ...]
+    finished_ids: tuple[str, ...]  # requests that ended since the schedule before
+    held_back: str  # why the first waiting request did not start; empty where none waits
+    freed_block_ids: tuple[int, ...]  # that came back to the pool since the schedule before
+    evicted_block_ids: tuple[int, ...]  # that this step took although they could still have been found
     num_waiting: int
     num_used_blocks: int
+    num_cached_blocks: int  # that can be found by their tokens, held or free
     num_blocks: int
 
     @property
     def num_tokens(self) -> int:
         """Rows of the flat batch."""
         return sum(entry.query_len for entry in self.scheduled)
+
+    @property
+    def preempted_ids(self) -> tuple[str, ...]:
+        """Who lost its blocks, in that order."""
+        return tuple(preemption.request_id for preemption in self.preempted)
+
+
+@dataclass
+class PrefixCacheStats:
+    """What requests asked of the prefix cache, counted when they start."""
+
+    num_requests: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
+class WaitingQueue:
+    """Requests that wait: in order of arrival, or under the policy "priority" by urgency."""
+
+    def __init__(self, policy: str):
+        self._is_sorted = policy == "priority"
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
+    def append(self, request: Request) -> None:
+        """Queue a new request."""
+        self._insert(request) if self._is_sorted else self._requests.append(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a preempted one: at the front, where order of arrival counts."""
+        self._insert(request) if self._is_sorted else self._requests.appendleft(request)
+
+    def _insert(self, request: Request) -> None:
+        insort(self._requests, request, key=lambda item: item.urgency)
+
+    def popleft(self) -> Request:
+        """Take the first."""
+        return self._requests.popleft()
+
+    def remove(self, request: Request) -> None:
+        """Take this one, wherever it stands."""
+        self._requests.remove(request)
+
+
+@dataclass
+class _Step:
+    """A schedule in the making."""
+
+    budget: int
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    held_back: str = ""
 
 
 class Scheduler:
@@ -66,14 +166,23 @@ class Scheduler:
             )
         self.config = config
         self.block_size = cache.block_size
-        self.pool = BlockPool(cache.num_blocks)
-        self.waiting: deque[Request] = deque()
+        self.manager = KVCacheManager(cache)
+        self.pool = self.manager.pool
+        self.waiting = WaitingQueue(config.policy)
         self.running: list[Request] = []
+        self.prefix_cache_stats = PrefixCacheStats()
+        self._requests: dict[str, Request] = {}  # waiting or running
+        self._finished_ids: list[str] = []
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do anything."""
-        return bool(self.waiting or self.running)
+        return bool(self._requests)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
 
     def check_request(self, request: Request) -> None:
         """RequestError where a request could never run."""
@@ -85,120 +194,239 @@ class Scheduler:
             )
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; RequestError where it could never run, or was queued before."""
-        if request.status is not RequestStatus.WAITING or request in self.waiting:
+        """Queue a request; RequestError where it could never run, was queued before, or another one has its id."""
+        if request.status is not RequestStatus.WAITING or self._requests.get(request.request_id) is request:
             raise RequestError(f"request {request.request_id} was queued before; make a new Request to run it again")
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id} is taken by one that still runs; choose another")
         self.check_request(request)
+        self._requests[request.request_id] = request
         self.waiting.append(request)
+
+    def find_request(self, request_id: str) -> Request:
+        """The waiting or running request of this id; RequestError where there is none."""
+        if request_id not in self._requests:
+            raise RequestError(f"no request {request_id} waits or runs; it was never added, or it has ended")
+        return self._requests[request_id]
+
+    # --- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
         """Decide the next step: running requests first, then waiting ones unless something had to be preempted."""
-        budget = self.config.max_num_batched_tokens
-        scheduled: list[ScheduledRequest] = []
-        preempted: list[str] = []
-        position = 0
-        while position < len(self.running) and budget > 0:
-            request = self.running[position]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if num_new_tokens == 0:  # all of it is under way in a step whose tokens have not come back yet
-                position += 1
+        step = _Step(self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        self._schedule_waiting(step)
+        finished_ids, self._finished_ids = tuple(self._finished_ids), []
+        freed_ids, evicted_ids = self.pool.take_events()
+        return Schedule(
+            scheduled=tuple(step.scheduled),
+            token_budget=self.config.max_num_batched_tokens,
+            preempted=tuple(step.preempted),
+            finished_ids=finished_ids,
+            held_back=step.held_back if self.waiting else "",
+            freed_block_ids=freed_ids,
+            evicted_block_ids=evicted_ids,
+            num_waiting=len(self.waiting),
+            num_used_blocks=self.pool.num_used_blocks,
+            num_cached_blocks=self.pool.num_cached_blocks,
+            num_blocks=self.pool.num_blocks,
+        )
+
+    def _schedule_running(self, step: _Step) -> None:
+        for request in list(self.running):
+            if step.budget == 0:
+                return
+            if request.status is RequestStatus.PREEMPTED:  # by one before it, a moment ago
                 continue
-            if not self._make_room(request, num_new_tokens, preempted):
-                break  # the request itself was the victim, and it was the last one
-            scheduled.append(self._take(request, num_new_tokens))
-            budget -= num_new_tokens
-            position += 1
-        while self.waiting and budget > 0 and not preempted and len(self.running) < self.config.max_num_seqs:
+            count, cut_by = self._clip(request.num_tokens - request.num_computed_tokens, step.budget)
+            if count == 0:  # all of it is under way in a step whose tokens have not come back yet
+                continue
+            new_ids = self._allocate_or_preempt(request, count, step)
+            if new_ids is not None:
+                self._take(step, request, count, new_ids, cut_by=cut_by)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        if step.preempted:
+            step.held_back = "blocks are short: a running request was preempted in this step"
+            return
+        while self.waiting:
             request = self.waiting[0]
-            if self._num_new_blocks(request, request.num_tokens) > self.pool.num_free_blocks:
-                break  # the whole sequence must fit, and waiting requests never push out running ones
-            self.running.append(self.waiting.popleft())
-            request.status = RequestStatus.RUNNING
-            scheduled.append(self._take(request, min(request.num_tokens, budget)))
-            budget -= scheduled[-1].query_len
-        return Schedule(tuple(scheduled), self.config.max_num_batched_tokens, tuple(preempted), len(self.waiting),
-                        self.pool.num_used_blocks, self.pool.num_blocks)  # fmt: skip
+            hit_ids = self.manager.find_cached_blocks(request)
+            num_left = request.num_tokens - len(hit_ids) * self.block_size
+            count, cut_by = self._clip(num_left, step.budget)
+            step.held_back = self._why_not_start(request, hit_ids, cut_by, step)
+            if step.held_back:
+                return
+            new_ids = self.manager.allocate_slots(request, count, hit_ids)
+            assert new_ids is not None, "its blocks were counted a moment ago"
+            self._start(self.waiting.popleft(), len(hit_ids) * self.block_size)
+            self._take(step, request, count, new_ids, hit_ids, cut_by)
 
-    def _num_new_blocks(self, request: Request, seq_len: int) -> int:
-        """Blocks that the request lacks to hold `seq_len` tokens: ceil(seq_len / block_size) - blocks held."""
-        return max(0, -(-seq_len // self.block_size) - len(request.block_ids))
+    def _clip(self, num_left: int, budget: int) -> tuple[int, str]:
+        """(how many of a request's left tokens it gets, what cut them)."""
+        threshold = self.config.long_prefill_token_threshold
+        is_alone = len(self.running) + len(self.waiting) == 1
+        if is_alone or threshold == 0 or num_left <= threshold:
+            threshold = num_left
+        count = min(threshold, budget)
+        return count, "" if count == num_left else THRESHOLD if count == threshold else BUDGET
 
-    def _make_room(self, request: Request, num_new_tokens: int, preempted: list[str]) -> bool:
-        """Preempt the latest admitted requests until `request` can get its blocks; False when it was the victim."""
-        while self._num_new_blocks(request, request.num_computed_tokens + num_new_tokens) > self.pool.num_free_blocks:
-            victim = self.running.pop()
+    def _why_not_start(self, request: Request, hit_ids: Sequence[int], cut_by: str, step: _Step) -> str:
+        """Why the first waiting request, and with it all behind it, stays where it is; empty where it may start."""
+        if step.budget == 0:
+            return "the token budget is spent"
+        if len(self.running) == self.config.max_num_seqs:
+            return f"max_num_seqs {self.config.max_num_seqs} run already"
+        if cut_by == BUDGET and not self.config.enable_chunked_prefill:
+            return "its prompt exceeds what is left of the token budget, and chunked prefill is off"
+        num_cached_tokens = len(hit_ids) * self.block_size
+        count, _ = self._clip(request.num_tokens - num_cached_tokens, step.budget)
+        seq_len = request.num_tokens if self.config.reserve_full_sequence else num_cached_tokens + count
+        num_missing, num_free = self.manager.num_missing_blocks(request, seq_len, hit_ids), self.pool.num_free_blocks
+        return f"blocks are short: it needs {num_missing}, free are {num_free}" if num_missing > num_free else ""
+
+    def _start(self, request: Request, num_cached_tokens: int) -> None:
+        """Count what the prefix cache gave; the request runs from now on."""
+        request.num_computed_tokens = num_cached_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached_tokens
+        if self.manager.reads_cache(request):
+            self.prefix_cache_stats.num_requests += 1
+            self.prefix_cache_stats.num_queried_tokens += request.num_tokens
+            self.prefix_cache_stats.num_hit_tokens += num_cached_tokens
+        self.running.append(request)
+
+    def _take(
+        self,
+        step: _Step,
+        request: Request,
+        count: int,
+        new_ids: Sequence[int],
+        hit_ids: Sequence[int] = (),
+        cut_by: str = "",
+    ) -> None:
+        """Put the request's share into the step, and count it as computed, so that the next step goes on behind it."""
+        start = request.num_computed_tokens
+        end = start + count
+        step.scheduled.append(ScheduledRequest(
+            request, tuple(request.token_ids[start:end]), start, tuple(request.block_ids), tuple(new_ids),
+            samples=end == request.num_tokens, hit_block_ids=tuple(hit_ids), started_as=request.status, cut_by=cut_by,
+        ))  # fmt: skip
+        step.budget -= count
+        request.num_computed_tokens = end
+        request.status = RequestStatus.RUNNING
+
+    # --- preemption ----------------------------------------------------------------------------------------------------
+
+    def _allocate_or_preempt(self, request: Request, count: int, step: _Step) -> list[int] | None:
+        """The request's new blocks, if need be taken from others; None where it was itself the one to go."""
+        while (new_ids := self.manager.allocate_slots(request, count)) is None:
+            victim = self._choose_victim()
+            step.preempted.append(Preemption(victim.request_id, request.request_id, tuple(victim.block_ids)))
+            self._unschedule(victim, step)
             self._preempt(victim)
-            preempted.append(victim.request_id)
             if victim is request:
-                return False
-        return True
+                return None
+        return new_ids
+
+    def _choose_victim(self) -> Request:
+        """The latest that was admitted; under the policy "priority" the least urgent."""
+        if self.config.policy == "priority":
+            return max(self.running, key=lambda request: request.urgency)
+        return self.running[-1]
+
+    def _unschedule(self, request: Request, step: _Step) -> None:
+        """Take back the share that a victim was given in this very step: its tokens go back into the budget."""
+        for entry in step.scheduled:
+            if entry.request is request:
+                step.scheduled.remove(entry)
+                step.budget += entry.query_len
+                self.manager.forget_blocks(entry.block_ids, entry.num_computed_tokens)  # they will not be computed
+                return
 
     def _preempt(self, request: Request) -> None:
         """Free all blocks and start over later; sampled tokens are kept and recomputed like a prompt."""
-        self._free_blocks(request)
+        self.running.remove(request)
+        self.manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self.waiting.appendleft(request)
-
-    def _take(self, request: Request, num_new_tokens: int) -> ScheduledRequest:
-        """Allocate the blocks and count the tokens as computed, so that the next step goes on behind them."""
-        start = request.num_computed_tokens
-        end = start + num_new_tokens
-        new_block_ids = self.pool.allocate(self._num_new_blocks(request, end))
-        request.block_ids += new_block_ids
-        request.num_computed_tokens = end
-        return ScheduledRequest(request, tuple(request.token_ids[start:end]), start, tuple(request.block_ids),
-                                tuple(new_block_ids), samples=end == request.num_tokens)  # fmt: skip
-
-    def abort(self, request: Request, status: RequestStatus = RequestStatus.ABORTED) -> None:
-        """End a request, wherever it stands, even if it was never added; one that has ended stays as it is.
-
-        The status is ABORTED where the caller gave it up, STOPPED where its text holds a stop string.
-        """
-        if request.status.is_finished:
-            return
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self._free_blocks(request)
-        request.status = status
-
-    def _free_blocks(self, request: Request) -> None:
-        self.pool.free(request.block_ids)
-        request.block_ids = []
+        self.waiting.put_back(request)
 
     def undo(self, schedule: Schedule) -> None:
-        """Take back what `schedule` counted as computed, where the step failed; the blocks stay with their requests."""
-        for entry in schedule.scheduled:
-            if not entry.request.status.is_finished:
-                entry.request.num_computed_tokens = entry.num_computed_tokens
+        """Take back a schedule whose step failed: nothing of it is computed, so nothing of it may be found.
 
-    def update(self, schedule: Schedule, sampled_token_ids: Sequence[int | None]) -> list[Request]:
-        """Append each request's sampled token (None: its logits were unusable); return the requests that ended."""
+        Its requests go back to the front of the queue, in their order, and keep all tokens. What it announced as ended
+        is announced again.
+        """
+        self._finished_ids[:0] = schedule.finished_ids
+        for entry in schedule.scheduled:
+            self.manager.forget_blocks(entry.block_ids, entry.num_computed_tokens)
+        for entry in reversed(schedule.scheduled):
+            if not entry.request.status.is_finished:
+                self._preempt(entry.request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached blocks; False where some are held, unless their requests are to start over."""
+        if reset_running_requests:
+            for request in reversed(self.running.copy()):
+                self._preempt(request)
+        return self.pool.reset()
+
+    # --- after the step ------------------------------------------------------------------------------------------------
+
+    def update(self, schedule: Schedule, sampled_token_ids: Sequence[Sequence[int] | None]) -> list[Request]:
+        """Append each request's sampled tokens (None: its logits were unusable); return the requests that ended."""
         finished = []
-        for entry, token_id in zip(schedule.scheduled, sampled_token_ids, strict=True):
+        for entry, token_ids in zip(schedule.scheduled, sampled_token_ids, strict=True):
             request = entry.request
             if not entry.samples or request.status.is_finished:  # a chunk of a prefill; or aborted meanwhile
                 continue
-            if token_id is None:
-                request.status = RequestStatus.FAILED
-            else:
-                request.token_ids.append(token_id)
-                self._check_stop(request, token_id)
-            if request.status.is_finished:
-                self._free_blocks(request)
-                self.running.remove(request)
+            status = RequestStatus.FAILED if token_ids is None else self._append(request, token_ids)
+            if status is not None:
+                self._finish(request, status)
                 finished.append(request)
         return finished
 
-    def _check_stop(self, request: Request, token_id: int) -> None:
-        """End tokens and stop ids first, then the lengths (vLLM 0.33's order)."""
-        params = request.params
+    def _append(self, request: Request, token_ids: Sequence[int]) -> RequestStatus | None:
+        """Append tokens one by one until one of them ends the request; how it ended, or None."""
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            status = self.check_stop(request)
+            if status is not None:
+                return status
+        return None
+
+    def check_stop(self, request: Request) -> RequestStatus | None:
+        """How the last token ends the request: end tokens and stop ids first, then the lengths (vLLM 0.33's order).
+
+        min_tokens is not looked at: until then the sampler draws none of the tokens that would end it.
+        """
+        params, token_id = request.params, request.token_ids[-1]
         max_tokens = self.config.max_model_len if params.max_tokens is None else params.max_tokens
-        is_eos = token_id in request.eos_token_ids and not params.ignore_eos
-        if is_eos or token_id in params.stop_token_ids:
-            request.status, request.stop_token_id = RequestStatus.STOPPED, token_id
-        elif request.num_tokens >= self.config.max_model_len or len(request.output_token_ids) >= max_tokens:
-            request.status = RequestStatus.LENGTH_CAPPED
+        if token_id in request.stop_ids:
+            request.stop_token_id = token_id
+            return RequestStatus.STOPPED
+        if request.num_tokens >= self.config.max_model_len or request.num_output_tokens >= max_tokens:
+            return RequestStatus.LENGTH_CAPPED
+        return None
+
+    def abort(self, request: Request | str, status: RequestStatus = RequestStatus.ABORTED) -> bool:
+        """End a request, by itself or by its id, wherever it stands; whether there was anything to end.
+
+        One that has ended, or an id that nobody has, stays as it is. The status is ABORTED where the caller gave it up,
+        STOPPED where its text holds a stop string.
+        """
+        found = request if isinstance(request, Request) else self._requests.get(request)
+        if found is None or found.status.is_finished:
+            return False
+        self._finish(found, status)
+        return True
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        if self._requests.get(request.request_id) is request:  # not one that was never added
+            del self._requests[request.request_id]
+            self._finished_ids.append(request.request_id)
+            (self.running if request in self.running else self.waiting).remove(request)
+        self.manager.free(request)
+        request.status = status

@@ -47,6 +47,7 @@ _WORD_LIST = [
          vllm="num_actual_tokens"),
     Word("num_reqs", "R", "requests in this step", "step", vllm="num_reqs"),
     Word("num_logits", "N", "rows gathered for the LM head", "step", vllm="logits_indices"),
+    Word("num_banned", "ban", "pairs of a row and a token id that it may not draw", "step"),
     Word("max_blocks", "MB", "columns of the block table: the longest row of this step", "step",
          vllm="max_num_blocks_per_req"),
     Word("query_len", "s", "tokens of one request computed in this step", "request", vllm="query_len"),

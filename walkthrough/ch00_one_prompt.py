@@ -561,7 +561,7 @@ assert sampled[0] == logits[0].argmax()
 # the same scores.
 
 # %%
-scheduler.update(schedule, sampled.tolist())
+scheduler.update(schedule, [[token_id] for token_id in sampled.tolist()])
 print(f"num_tokens={request.num_tokens}  num_computed_tokens={request.num_computed_tokens}")
 assert request.num_tokens - request.num_computed_tokens == 1
 
@@ -607,13 +607,13 @@ print(f"{len(anew.token_ids)} rows without a cache, {len(decode_batch.token_ids)
 
 # %%
 decode_sampling = build_sampling_batch([request.params], [request.seed], [decode_entry.seq_len], config.vocab_size)
-finished = scheduler.update(decode_schedule, sample(decode_logits, decode_sampling)[0].tolist())
+finished = scheduler.update(decode_schedule, sample(decode_logits, decode_sampling)[0][:, None].tolist())
 while not finished:
     schedule = scheduler.schedule()
     (entry,) = schedule.scheduled
     batch = build_batch([entry.token_ids], [entry.num_computed_tokens], [entry.block_ids], cache_config.block_size)
     sampling = build_sampling_batch([request.params], [request.seed], [entry.seq_len], config.vocab_size)
-    finished = scheduler.update(schedule, sample(decoder(batch, kv_cache), sampling)[0].tolist())
+    finished = scheduler.update(schedule, sample(decoder(batch, kv_cache), sampling)[0][:, None].tolist())
 
 answer = tokenizer.decode(request.output_token_ids)
 print(repr(prompt + answer), request.finish_reason)
@@ -640,6 +640,7 @@ llm = LLM(
     max_model_len=limits.max_model_len,
     max_num_batched_tokens=limits.max_num_batched_tokens,
     max_num_seqs=limits.max_num_seqs,
+    enable_prefix_caching=False,  # each run below computes all of its prompt, though another began with the same words
 )
 prompts = [prompt, "The water boils at 100 degrees"]
 first_request, second_request = llm.make_requests(prompts, SamplingParams(max_tokens=6))

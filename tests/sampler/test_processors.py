@@ -14,8 +14,8 @@ from torch import Tensor
 from tinyllm.batch import build_sampling_batch
 from tinyllm.errors import RequestError
 from tinyllm.request import SamplingParams
-from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top_k_top_p
-from tinyllm.sampler.sample import process
+from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top_k_top_p, ban_ids
+from tinyllm.sampler.sample import process, sample
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "sampling_golden.json").read_text())
 # Parameters of the golden file that SamplingParams does not have yet; when one comes, the selection below must take it in.
@@ -304,3 +304,34 @@ def test_a_greedy_row_ignores_the_truncations() -> None:
     sampling = build_sampling_batch([SamplingParams(top_k=5, top_p=0.1, min_p=0.9)], [0], [0], 100)
     assert (sampling.top_k.item(), sampling.top_p.item(), sampling.min_p.item()) == (100, 1.0, 0.0)
     assert sampling.is_all_greedy and not sampling.is_truncated
+
+
+# --- bans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_banned_token_is_impossible_in_its_row_alone():
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    banned = ban_ids(logits, torch.tensor([1, 1]), torch.tensor([0, 2]))
+    assert banned.tolist() == [[2.0, 1.0, 0.0], [float("-inf"), 1.0, float("-inf")]]
+    assert logits[1].tolist() == [2.0, 1.0, 0.0], "the caller's logits stay"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_smp_08_until_min_tokens_no_row_draws_what_would_end_it(temperature):
+    logits = torch.zeros(2, 12)
+    logits[:, [2, 9]] = 50.0  # what would end both, and is by far the likeliest
+    params = [SamplingParams(temperature=temperature, seed=1)] * 2
+    sampling = build_sampling_batch(params, [1, 2], [0, 0], 12, banned_ids=[(2, 9, 500), ()])
+    assert (sampling.banned_rows.tolist(), sampling.banned_ids.tolist()) == ([0, 0], [2, 9]), (
+        "ids without a row are left out"
+    )
+    token_ids, is_valid = sample(logits, sampling)
+    assert token_ids[0] not in (2, 9) and token_ids[1] in (2, 9)
+    assert is_valid.all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_may_draw_nothing_is_not_valid(temperature):
+    params = [SamplingParams(temperature=temperature, seed=1)]
+    _, is_valid = sample(torch.zeros(1, 3), build_sampling_batch(params, [1], [0], 3, banned_ids=[(0, 1, 2)]))
+    assert is_valid.tolist() == [False]

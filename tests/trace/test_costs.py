@@ -79,7 +79,8 @@ def random_step(tiny_llm, dtype: torch.dtype, tiny_model, hidden_act: str = "sil
     """The operations of a step of one greedy and one random request, so that every stage of the sampler runs."""
     decoder = tiny_model("llama_gqa", "reference", dtype)
     llm = tiny_llm(build_decoder(replace(decoder.config, hidden_act=hidden_act), decoder.state_dict()))
-    params = [SamplingParams(), SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=1)]
+    params = [SamplingParams(), SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=1,
+                                               min_tokens=1, stop_token_ids=(5, 6, 7))]  # fmt: skip
     for request in llm.make_requests([[1, 2, 3], [4, 5]], params):
         llm.engine.add_request(request)
     with Recorder() as recorder:

@@ -19,7 +19,7 @@ SWAPS = {
     "group_size": "head_dim", "qkv_size": "q_size", "q_size": "qkv_size", "gate_up_size": "intermediate_size",
     "intermediate_size": "gate_up_size", "vocab_size": "hidden_size", "block_size": "num_blocks", "num_blocks": "block_size",
     "num_slots": "num_blocks", "num_reqs": "num_tokens", "num_logits": "num_tokens", "max_blocks": "num_tokens",
-    "num_req_blocks": "head_dim", "num_reqs+1": "num_reqs", "1": "hidden_size", "2": "hidden_size",
+    "num_req_blocks": "head_dim", "num_banned": "num_tokens", "num_reqs+1": "num_reqs", "1": "hidden_size", "2": "hidden_size",
 }  # fmt: skip
 PER_CALL = {"heads", "in_size", "out_size"}  # free within a call: swapping one for another may well stay true
 
@@ -27,7 +27,8 @@ PER_CALL = {"heads", "in_size", "out_size"}  # free within a call: swapping one 
 def run_steps(tiny_llm, attention: str = "reference"):
     """(calls, dims) of two steps of a model with scaled rope: a chunked and a random request, so every branch runs."""
     llm = tiny_llm("llama3_rope", attention, block_size=2, max_model_len=32, max_num_batched_tokens=8)
-    params = [SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1)]
+    params = [SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1,
+                                               min_tokens=1, stop_token_ids=(5, 6, 7, 8, 9))]  # fmt: skip
     for request in llm.make_requests([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]], params):
         llm.engine.add_request(request)
     steps = []

@@ -1,8 +1,26 @@
-"""What happens to logits before the draw, in this order: temperature, min_p, top_k, top_p. None changes the argmax."""
+"""What happens to logits before the draw, in this order: bans, temperature, min_p, top_k, top_p.
+
+None but a ban changes the argmax.
+"""
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+
+def ban_ids(
+    logits: Float[Tensor, "num_logits vocab_size"],
+    banned_rows: Int[Tensor, " num_banned"],
+    banned_ids: Int[Tensor, " num_banned"],
+) -> Float[Tensor, "num_logits vocab_size"]:
+    """Make token banned_ids[i] impossible in row banned_rows[i] (vLLM's min_tokens bans what would end a request).
+
+    >>> ban_ids(torch.zeros(2, 3), torch.tensor([0, 0]), torch.tensor([1, 2]))
+    tensor([[0., -inf, -inf],
+            [0., 0., 0.]])
+    """
+    impossible: Float[Tensor, " num_banned"] = torch.full_like(banned_ids, float("-inf"), dtype=logits.dtype)
+    return logits.index_put((banned_rows, banned_ids), impossible)
 
 
 def apply_temperature(

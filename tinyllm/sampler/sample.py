@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tinyllm.batch import SamplingBatch
 from tinyllm.sampler.noise import gumbel_noise
-from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top_k_top_p
+from tinyllm.sampler.processors import apply_min_p, apply_temperature, apply_top_k_top_p, ban_ids
 
 
 @torch.inference_mode()
@@ -15,14 +15,17 @@ def sample(
 ) -> tuple[Int[Tensor, " num_logits"], Bool[Tensor, " num_logits"]]:
     """Return (token id, whether it is valid) of each row; a row with NaN or +inf, or of nothing but -inf, is not.
 
-    A greedy row takes the largest logit, the lowest id among equals; any other one draws from the softmax of its
-    processed logits. All arithmetic is in float32 or wider, and the caller's logits stay as they are.
+    What a row may not draw counts as -inf. A greedy row takes the largest logit, the lowest id among equals; any other
+    one draws from the softmax of its processed logits. All arithmetic is in float32 or wider, and the caller's logits
+    stay as they are.
     """
     float_logits: Float[Tensor, "num_logits vocab_size"] = logits.float()
+    allowed: Float[Tensor, "num_logits vocab_size"]
+    allowed = ban_ids(float_logits, sampling.banned_rows, sampling.banned_ids) if sampling.is_banning else float_logits
     scores: Float[Tensor, "num_logits vocab_size"]
-    scores = float_logits if sampling.is_all_greedy else draw_scores(float_logits, sampling)
+    scores = allowed if sampling.is_all_greedy else draw_scores(allowed, sampling)
     token_ids: Int[Tensor, " num_logits"] = scores.argmax(dim=-1)
-    best: Float[Tensor, "num_logits 1"] = logits.gather(-1, token_ids[:, None])
+    best: Float[Tensor, "num_logits 1"] = allowed.gather(-1, token_ids[:, None])
     is_valid: Bool[Tensor, " num_logits"] = best[:, 0].isfinite()
     return token_ids, is_valid
 

@@ -93,6 +93,8 @@ STAGES: dict[str, Stage] = {
         "matmul", "{rows}@{weight.T} -> {result}",
         "2*num_logits*hidden_size*vocab_size",
         read="e*(num_logits*hidden_size+hidden_size*vocab_size)", write="e*num_logits*vocab_size"),
+    "ban_ids": Stage(
+        "gather", "{logits} -> {result}", read="4*num_logits*vocab_size+16*num_banned", write="4*num_logits*vocab_size"),
     "apply_temperature": Stage(
         "elementwise", "{logits} -> {result}",
         "num_logits*vocab_size", read="4*(num_logits*vocab_size+num_logits)", write="4*num_logits*vocab_size"),
