@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyllm import ShapeError
+import tinyllm
+from tinyllm import LLM, ShapeError
 from tinyllm.batch import build_batch
 from tinyllm.layers.attention.reference import attend, causal_mask
 
@@ -40,6 +41,16 @@ def test_the_shape_error_is_the_one_that_is_raised():
     with pytest.raises(ShapeError) as error:
         eval(call.removeprefix(">>> "), {"torch": torch, "attend": attend})
     assert message == f"ShapeError: {error.value}"
+
+
+def test_its_python_runs(smollm2_sdpa, monkeypatch, capsys):
+    monkeypatch.setattr(tinyllm, "LLM", lambda: LLM(smollm2_sdpa))
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(block, names)
+    out = capsys.readouterr().out
+    assert out.startswith(" Paris")
+    assert out.count("length") == 4, "two answers of the first script, two of the second"
 
 
 def test_every_file_it_names_exists():

@@ -1,5 +1,6 @@
 """The command: what it prints, what it refuses in one line, and how it behaves in a pipe."""
 
+import io
 import json
 import os
 import re
@@ -79,6 +80,40 @@ def test_both_attention_bodies_sample_the_same_token(run_trace):
     assert reference.splitlines()[-1] == sdpa.splitlines()[-1]
 
 
+def test_a_smaller_pool_preempts_and_samples_the_same_tokens(run_trace, tmp_path):
+    """The example of --help: B's last block goes to A."""
+    argv = ["Once upon a time", "Hello", "--block-size", "4", "--json", str(tmp_path / "trace.jsonl")]
+    _, ample, _ = run_trace(*argv)
+    code, out, _ = run_trace(*argv, "--num-blocks", "3")
+    assert code == 0 and "preempt" not in ample
+    assert re.search(r"^P preempt B +for A, which needs blocks +blocks \[2\] freed; 2 tokens start over$", out, re.M)
+    assert re.search(r"^P schedule +B resumed \+2 ", out, re.M)
+    assert out.splitlines()[-2:] == ample.splitlines()[-2:]
+    _, step_0, step_1, *_ = map(json.loads, (tmp_path / "trace.jsonl").read_text("utf-8").splitlines())
+    assert step_0["scheduler"]["preemptions"] == []
+    assert step_1["scheduler"]["preemptions"] == [{"id": "B", "for": "A", "blocks": [2], "freed": [2], "num_tokens": 2}]
+
+
+def test_prompts_with_one_beginning_share_blocks_unless_told_otherwise(run_trace, tmp_path):
+    argv = ["The sky is blue and the", "The sky is blue and grass", "--block-size", "4", "--json", str(tmp_path / "t")]
+    _, out, _ = run_trace(*argv)
+    assert re.search(r"^P prefix hit B +1 block, 4 tokens +\[1\] A's block: read, not computed$", out, re.M)
+    assert re.search(r"^P block map .* 0 null  1 A\+B  2 A  3 B \| free 4$", out, re.M)
+    assert json.loads((tmp_path / "t").read_text("utf-8").splitlines()[0])["prefix_caching"] is True
+    _, alone, _ = run_trace(*argv, "--no-prefix-caching")
+    assert "prefix hit" not in alone and "block 0 is the null block; no prefix caching\n" in alone
+    assert alone.splitlines()[-2:] == out.splitlines()[-2:]
+    assert json.loads((tmp_path / "t").read_text("utf-8").splitlines()[0])["prefix_caching"] is False
+
+
+def test_the_examples_of_the_help_are_whole_lines(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert len(examples) > 4 and all(line.startswith("  python -m tinyllm.trace ") for line in examples)
+    assert all(len(line) <= 120 for line in examples)
+
+
 LONG = "word " * 2100
 
 
@@ -86,18 +121,26 @@ LONG = "word " * 2100
     ("argv", "message"),
     [
         ([""], "the prompt is empty"),
-        (["fine", ""], "the prompt is empty"),
-        ([LONG], r"the prompt has 2\d\d\d tokens; expected at most 2047, as max_model_len is 2048"),
-        (["a", "--max-tokens", "0"], "max_tokens is 0; expected a whole number of at least 1"),
-        (["a", "--max-tokens", "-3"], "max_tokens is -3"),
-        (["a", "--max-tokens", "x"], r"argument --max-tokens: invalid int value: 'x'"),
-        (["a", "--temperature", "nan"], "temperature is nan; expected a number from 0"),
-        (["a", "--temperature", "-1"], "temperature is -1.0"),
+        (["fine", ""], "prompt 2: the prompt is empty"),
+        (["-", "-"], "standard input is named twice"),
+        (["fine", LONG], "prompt 2: the prompt has"),
+        ([LONG], r"tinyllm: the prompt has 2\d\d\d tokens; expected at most 2047, as max_model_len is 2048"),
+        (["a", "--max-tokens", "0"], "argument --max-tokens: '0'; expected a whole number of at least 1"),
+        (["a", "--max-tokens", "-3"], "argument --max-tokens: '-3'; expected"),
+        (["a", "--max-tokens", "x"], "argument --max-tokens: 'x'; expected"),
+        (["a", "--temperature", "nan"], "argument --temperature: 'nan'; expected a number from 0"),
+        (["a", "--temperature", "-1"], "argument --temperature: '-1'"),
         (["a", "--layers", "30"], "--layers names layer 30; this model has layers 0 to 29"),
         (["a", "--layers", "x"], "argument --layers: 'x'; expected numbers such as 0,29, or all"),
-        (["a", "--block-size", "0"], "block_size is 0; expected 1 to"),
-        (["a", "--max-num-batched-tokens", "0"], "max_num_"),
-        (["a\udcff"], "U+DCFF|surrogate"),
+        (["a", "--block-size", "0"], "argument --block-size: '0'; expected a whole number of at least 1"),
+        (["a", "--num-blocks", "0"], "argument --num-blocks: '0'; expected a whole number of at least 2"),
+        (["a", "--num-blocks", "x"], "argument --num-blocks: 'x'; expected"),
+        (
+            ["a", "--num-blocks", "2", "--max-tokens", "20"],
+            r"--num-blocks 2 holds 16 tokens beside the null block; a prompt and its answer may take 21, so expected at least 3",
+        ),
+        (["a", "--max-num-batched-tokens", "0"], "argument --max-num-batched-tokens: '0'"),
+        (["a\udcff"], "is not UTF-8 at byte 1"),
         ([], "the following arguments are required: PROMPT"),
         (["a", "--json", "/nonexistent/x.jsonl"], r"cannot write '/nonexistent/x\.jsonl': No such file"),
     ],
@@ -245,3 +288,10 @@ def test_the_model_s_name_cannot_move_the_cursor(run_trace, smollm2, monkeypatch
     monkeypatch.setattr(command, "load_model", lambda *_: named)
     assert run(command.main, ["Hi", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith(r"a\x1b[31m\nred.gguf  float32")
+
+
+def test_a_hyphen_reads_standard_input(run_trace, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Hello café\n".encode())))
+    code, out, err = run_trace("-", "--max-tokens", "1")
+    assert (code, err) == (0, "")
+    assert "11 bytes -> 2 words -> [2]    Hello| café" in out

@@ -8,15 +8,12 @@ import pytest
 from tinyllm.trace.terminal import (
     WIDTH,
     Options,
-    _cut,
-    _list,
-    _runs,
-    _si,
     render_completions,
     render_header,
     render_prompts,
     render_step,
 )
+from tinyllm.trace.terminal.text import cut_to, show_list, show_number, show_runs
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -92,7 +89,7 @@ def parse_si(text: str) -> float:
 def test_a_chunk_says_that_its_token_is_thrown_away(traced):
     _, steps = traced
     first = "\n".join(render(steps)[0])
-    assert "A 4 new (a chunk)" in first and "thrown away" in first
+    assert "A new +4 " in first and "4 of the 5 tokens left" in first and "thrown away" in first
     assert "0 tokens out" in first
 
 
@@ -122,11 +119,11 @@ def test_an_answer_stays_on_its_line_within_the_width():
     ],
 )
 def test_numbers_keep_three_digits(value, text):
-    assert _si(value) == text
+    assert show_number(value) == text
 
 
-def test_lists_and_runs():
-    assert _list([1, 2]) == "[1,2]"
-    assert _list(range(20)) == "[0,1,2,3,4,...,18,19]"
-    assert _runs([4, 5, 6, 12, 20, 21]) == "4..6,12,20..21"
-    assert _cut("abcdefgh", 6) == "abc..."
+def test_lists_andshow_runs():
+    assert show_list([1, 2]) == "[1,2]"
+    assert show_list(range(20)) == "[0,1,2,3,4,...,18,19]"
+    assert show_runs([4, 5, 6, 12, 20, 21]) == "4..6,12,20..21"
+    assert cut_to("abcdefgh", 6) == "abc..."

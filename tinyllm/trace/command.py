@@ -12,24 +12,34 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from tinyllm.config import CacheConfig, SchedulerConfig
-from tinyllm.console import Parser, working
+from tinyllm.config import CacheConfig
+from tinyllm.console import Parser, file_path, working
 from tinyllm.errors import ConfigError, RequestError, brief
-from tinyllm.layers.attention.backends import BACKENDS
 from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons, how_far
+from tinyllm.options import (
+    add_options,
+    add_prompts,
+    make_requests,
+    naming_prompt,
+    read_prompts,
+    sampling_params,
+    whole_number,
+)
 from tinyllm.request import Request, SamplingParams
 from tinyllm.trace.record import StepRecord, sizes_by_symbol, to_symbol
 from tinyllm.trace.recorder import self_test
 from tinyllm.trace.session import request_label, trace_steps
 from tinyllm.trace.terminal import WIDTH, Options, render_completions, render_header, render_prompts, render_step
 from tinyllm.trace.to_json import SCHEMA_ID, step_to_json
-from tinyllm.weights.load import DTYPES, LoadedModel, check_prompt, load_model
+from tinyllm.weights.load import LoadedModel, load_model
 
 EXAMPLES = """examples:
-  python -m tinyllm.trace "The capital of France is"
-  python -m tinyllm.trace "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
-  python -m tinyllm.trace "Once upon a time" --max-num-batched-tokens 3        # chunked prefill
-  python -m tinyllm.trace "Hello" --full --layers 0,29 --json trace.jsonl
+  {prog} "The capital of France is"
+  {prog} "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
+  {prog} "Once upon a time" --max-num-batched-tokens 3        # chunked prefill
+  {prog} "The sky is blue and the" "The sky is blue and grass" --block-size 4     # shared blocks
+  {prog} "Once upon a time" "Hello" --block-size 4 --num-blocks 3     # too few blocks: a preemption
+  {prog} "Hello" --full --layers 0,29 --json trace.jsonl
 """
 
 STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "bright_blue"}  # by kind letter
@@ -38,39 +48,26 @@ STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "bright_bl
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """The options of the trace command."""
     parser = Parser(
-        prog=prog,
+        prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES.format(prog=prog),
         description="Print every dimension change of every step that turns a prompt into tokens, 100 columns wide.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to complete; several run together")
-    parser.add_argument(
-        "--max-tokens", type=int, default=2, metavar="N", help="tokens to sample per prompt (default 2)"
-    )
+    )  # fmt: skip
+    add_prompts(parser)
+    add_options(
+        parser, "--max-tokens", "--temperature", "--seed", "--ignore-eos", "--special", "--model", "--dtype",
+        "--attention", "--block-size", max_tokens=2, attention="reference",
+    )  # fmt: skip
+    parser.add_argument("--num-blocks", type=whole_number(2), metavar="N",
+                        help="KV blocks in the pool, the null block included; few of them force preemptions "
+                        "(default: as many as the prompts and their answers can need)")  # fmt: skip
+    parser.add_argument("--no-prefix-caching", action="store_true",
+                        help="share no blocks between prompts that begin with the same tokens")  # fmt: skip
+    parser.add_argument("--max-num-batched-tokens", type=whole_number(1), default=2048, metavar="N",
+                        help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
     parser.add_argument("--layers", type=parse_layers, default="0", metavar="LIST",
                         help="decoder layers to show row by row, such as 0,29 or all (default 0)")  # fmt: skip
     parser.add_argument("--full", action="store_true", help="every row of every step, with every named tensor")
-    parser.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="token slots in one KV block (default 16)"
-    )
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N",
-                        help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--seed", type=int, help="for a temperature above 0")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on behind an end token")
-    parser.add_argument(
-        "--special", action="store_true", help="read control tokens such as <|im_start|> in the prompt as tokens"
-    )
-    parser.add_argument(
-        "--model", metavar="PATH", help="a GGUF file or a Hugging Face folder (default: SmolLM2-135M-Instruct)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument(
-        "--attention", choices=BACKENDS, default="reference", help="the attention body (default reference)"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write the records as JSON lines; - prints them instead of the text"
-    )
+    parser.add_argument("--json", type=file_path, metavar="FILE",
+                        help="also write the records as JSON lines; - prints them instead of the text")  # fmt: skip
     return parser
 
 
@@ -87,14 +84,10 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace") -> None:
     """Run the command; raises TinyllmError for what the user can mend."""
     args = make_parser(prog).parse_args(argv)
-    params = SamplingParams(
-        temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
-    )
+    params = sampling_params(args)
     self_test()
-    for prompt in args.prompts:
-        check_prompt(prompt)
+    args.prompts = read_prompts(args.prompts)
     CacheConfig(args.block_size)
-    SchedulerConfig(1, args.max_num_batched_tokens, 1)
     _check_json(args.json)
     with working("loading the model"):
         loaded = load_model(args.model, args.dtype, args.attention)
@@ -115,24 +108,39 @@ def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int,
 
 
 def _prepare(loaded: LoadedModel, args: argparse.Namespace, params: SamplingParams) -> tuple[LLM, list[Request]]:
-    """An engine whose KV pool is just large enough for these prompts, and their requests."""
+    """An engine for these prompts, and their requests."""
     limit = min(loaded.config.max_positions, DEFAULT_MAX_MODEL_LEN)
-    lengths = [len(loaded.encode_prompt(prompt, args.special)) for prompt in args.prompts]
-    for length in lengths:
-        if length >= limit:
-            raise RequestError(
-                f"the prompt has {length} tokens; expected at most {limit - 1}, as max_model_len is {limit}"
-            )
-    ends = [min(length + args.max_tokens, limit) for length in lengths]
-    num_blocks = 1 + sum(-(-end // max(args.block_size, 1)) for end in ends)
+    ends = []
+    for i, prompt in enumerate(args.prompts):
+        with naming_prompt(i, len(args.prompts)):
+            length = len(loaded.encode_prompt(prompt, args.special))
+            if length >= limit:
+                raise RequestError(
+                    f"the prompt has {length} tokens; expected at most {limit - 1}, as max_model_len is {limit}"
+                )
+        ends.append(min(length + args.max_tokens, limit))
     llm = LLM(
         loaded,
         block_size=args.block_size,
-        num_blocks=num_blocks,
+        num_blocks=_count_blocks(args, ends),
         max_model_len=max(ends),
         max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=not args.no_prefix_caching,
     )
-    return llm, llm.make_requests(args.prompts, params, args.special)
+    return llm, make_requests(llm, args.prompts, params, args.special)
+
+
+def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
+    """The pool's size: as asked for, or just large enough for all requests at their ends, and the null block."""
+    needs = [-(-end // args.block_size) for end in ends]
+    if args.num_blocks is None:
+        return 1 + sum(needs)
+    if args.num_blocks <= max(needs):
+        raise ConfigError(
+            f"--num-blocks {args.num_blocks} holds {(args.num_blocks - 1) * args.block_size} tokens beside the null block; "
+            f"a prompt and its answer may take {max(ends)}, so expected at least {1 + max(needs)}"
+        )
+    return args.num_blocks
 
 
 def make_console() -> Console:
@@ -205,9 +213,10 @@ def _watched(llm: LLM, requests: list[Request]) -> Iterator[StepRecord]:
 def _titles(llm: LLM, args: argparse.Namespace) -> list[str]:
     pool = llm.engine.kv_cache
     shape = ",".join(map(str, pool.kv.shape))
+    caching = "" if llm.engine.cache_config.enable_prefix_caching else "; no prefix caching"
     return [
         f"{llm.loaded.path.name}  {args.dtype}  {llm.loaded.attention} attention",
-        f"pool   KV cache [L,2,NB,bs,nk,d]=[{shape}] {pool.num_bytes / 1e6:.1f}MB; block 0 is the null block",
+        f"pool   KV cache [L,2,NB,bs,nk,d]=[{shape}] {pool.num_bytes / 1e6:.1f}MB; block 0 is the null block{caching}",
     ]
 
 
@@ -218,6 +227,7 @@ def _header(llm: LLM, args: argparse.Namespace, dims: dict[str, int]) -> dict[st
         "model": llm.loaded.config.name,
         "dtype": args.dtype,
         "attention": llm.loaded.attention,
+        "prefix_caching": llm.engine.cache_config.enable_prefix_caching,
         "dims": sizes_by_symbol(dims),
         "words": {to_symbol(word): word for word in dims if to_symbol(word).isidentifier()},
         "conventions": {

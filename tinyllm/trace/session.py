@@ -11,8 +11,9 @@ from tinyllm.llm import LLM
 from tinyllm.request import Request
 from tinyllm.scheduler import ScheduledRequest
 from tinyllm.trace.collect import collect_operations
+from tinyllm.trace.decisions import STARTED_AS, History, count_left, read_schedule, request_label
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.record import Candidate, RequestRecord, StepRecord, TensorRecord
+from tinyllm.trace.record import Candidate, PrefixHit, RequestRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Call, Recorder
 
 NUM_CANDIDATES = 4
@@ -25,7 +26,7 @@ def trace_steps(llm: LLM, requests: Sequence[Request]) -> Iterator[StepRecord]:
     Raises RequestError before anything runs, and LedgerError where a dimension word has two sizes: then an annotation
     is false.
     """
-    labels = {request.request_id: request_label(i) for i, request in enumerate(requests)}
+    history = History({request.request_id: request_label(i) for i, request in enumerate(requests)})
     steps = llm.run(requests)
     for index in itertools.count():
         start = time.perf_counter()
@@ -33,44 +34,31 @@ def trace_steps(llm: LLM, requests: Sequence[Request]) -> Iterator[StepRecord]:
             output = next(steps, None)
         if output is None:
             return
-        yield _record(llm, index, recorder, output, labels, 1000 * (time.perf_counter() - start))
-
-
-def request_label(index: int) -> str:
-    """A, B, ... Z, AA, AB, ..."""
-    label = ""
-    index += 1
-    while index:
-        index, letter = divmod(index - 1, 26)
-        label = chr(ord("A") + letter) + label
-    return label
+        yield _record(llm, index, recorder, output, history, 1000 * (time.perf_counter() - start))
 
 
 def _record(
-    llm: LLM, index: int, recorder: Recorder, output: StepOutput, labels: dict[str, str], traced_ms: float
+    llm: LLM, index: int, recorder: Recorder, output: StepOutput, history: History, traced_ms: float
 ) -> StepRecord:
     ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
     ledger.check(recorder.calls)
-    scheduled = output.schedule.scheduled
-    batch_labels = [labels[entry.request.request_id] for entry in scheduled]
+    schedule = output.schedule
+    labels = history.name(entry.request.request_id for entry in schedule.scheduled)
+    hits = history.read_hits(schedule, llm.engine.cache_config.block_size)
     probabilities = torch.softmax(output.logits.float(), dim=-1)
     return StepRecord(
         index=index,
         requests=tuple(
-            _request_record(llm, label, entry, token_id, row)
+            _request_record(llm, label, entry, hits.get(label), token_id, row)
             for label, entry, token_id, row in zip(
-                batch_labels, scheduled, output.sampled_token_ids, probabilities, strict=True
+                labels, schedule.scheduled, output.sampled_token_ids, probabilities, strict=True
             )
         ),
-        token_budget=output.schedule.token_budget,
-        num_waiting=output.schedule.num_waiting,
-        num_used_blocks=output.schedule.num_used_blocks,
-        num_blocks=output.schedule.num_blocks,
-        preempted=tuple(labels[request_id] for request_id in output.schedule.preempted_ids),
+        schedule=read_schedule(schedule, llm.engine.scheduler, history),
         batch=_batch_tensors(recorder),
         batch_values={name: getattr(output.batch, name).tolist() for name in BATCH_FIELDS},
         dims=ledger.sizes,
-        operations=collect_operations(recorder.calls, ledger, batch_labels),
+        operations=collect_operations(recorder.calls, ledger, labels),
         num_compared=ledger.num_compared,
         traced_ms=traced_ms,
         kv_bytes_per_token=llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots,
@@ -89,7 +77,12 @@ def _batch_tensors(recorder: Recorder) -> dict[str, TensorRecord]:
 
 
 def _request_record(
-    llm: LLM, label: str, entry: ScheduledRequest, token_id: int | None, probabilities: torch.Tensor
+    llm: LLM,
+    label: str,
+    entry: ScheduledRequest,
+    hit: PrefixHit | None,
+    token_id: int | None,
+    probabilities: torch.Tensor,
 ) -> RequestRecord:
     request, params = entry.request, entry.request.params
     top = probabilities.topk(min(NUM_CANDIDATES, len(probabilities)))
@@ -104,8 +97,13 @@ def _request_record(
         token_ids=entry.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=entry.num_computed_tokens,
+        num_left=count_left(entry),
+        block_size=llm.engine.cache_config.block_size,
         block_ids=entry.block_ids,
         new_block_ids=entry.new_block_ids,
+        started_as=STARTED_AS[entry.started_as],
+        cut_by=entry.cut_by,
+        hit=hit,
         samples=entry.samples,
         state="finished" if request.status.is_finished else "running",
         finish_reason=request.finish_reason,

@@ -27,31 +27,64 @@ def step_to_json(step: StepRecord) -> dict[str, Any]:
 
 
 def _request_to_json(request: RequestRecord) -> dict[str, Any]:
+    hit = request.hit
     return {
         "id": request.label,
+        "started_as": request.started_as,
         "state": request.state,
         "num_computed": request.num_computed_tokens,
         "num_new": request.query_len,
+        "num_left": request.num_left,
+        "cut_by": request.cut_by,
         "kv_len": request.seq_len,
+        "hit": hit and {"blocks": list(hit.block_ids), "tokens": hit.num_tokens, "computed_by": list(hit.computed_by)},
+        "blocks": list(request.block_ids),
+        "num_in_last_block": request.num_in_last_block,
     }
 
 
 def _scheduler_to_json(step: StepRecord) -> dict[str, Any]:
     return {
-        "token_budget": step.token_budget,
+        "token_budget": step.schedule.token_budget,
         "tokens_used": step.dims["num_tokens"],
         "running": [request.label for request in step.requests],
-        "num_waiting": step.num_waiting,
-        "preempted": list(step.preempted),
+        "num_waiting": len(step.schedule.waiting),
+        "waiting": list(step.schedule.waiting),
+        "held_back": step.schedule.held_back,
+        "preempted": [preempted.label for preempted in step.schedule.preempted],
+        "preemptions": [
+            {
+                "id": preempted.label,
+                "for": preempted.for_label,
+                "blocks": list(preempted.block_ids),
+                "freed": list(preempted.freed_block_ids),
+                "num_tokens": preempted.num_tokens,
+            }
+            for preempted in step.schedule.preempted
+        ],
+        "finished": list(step.schedule.finished),
     }
 
 
 def _kv_to_json(step: StepRecord) -> dict[str, Any]:
     return {
         "block_size": step.dims["block_size"],
-        "blocks_used": step.num_used_blocks,
-        "blocks_total": step.num_blocks - 1,
+        "blocks_used": step.schedule.num_used_blocks,
+        "blocks_cached": step.schedule.num_cached_blocks,
+        "blocks_total": step.schedule.num_blocks - 1,
         "allocated": {request.label: list(request.new_block_ids) for request in step.requests if request.new_block_ids},
+        "freed": list(step.schedule.freed_block_ids),
+        "evicted": list(step.schedule.evicted_block_ids),
+        "map": [
+            {
+                "first": span.first,
+                "last": span.last,
+                "state": span.state,
+                "holders": list(span.holders),
+                "cached": span.is_cached,
+            }
+            for span in step.schedule.block_map
+        ],
         "bytes_per_token": step.kv_bytes_per_token,
     }
 
@@ -123,5 +156,16 @@ def _sampling_to_json(row: int, request: RequestRecord) -> dict[str, Any]:
         "chosen": request.chosen.token_id if request.chosen else None,
         "text": request.chosen.text if request.chosen else None,
         "kept": request.samples,
+        "appended": _appended_to_json(request),
         "finish_reason": request.finish_reason,
+    }
+
+
+def _appended_to_json(request: RequestRecord) -> dict[str, Any] | None:
+    if request.chosen is None:
+        return None
+    return {
+        "position": request.seq_len,
+        "block": None if request.is_finished else request.next_block_id,
+        "kv": "never" if request.is_finished else "later",
     }
