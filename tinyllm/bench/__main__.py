@@ -1,7 +1,7 @@
-"""``python -m tinyllm.bench``: what checking, tracing and the attention bodies cost on the default model.
+"""``python -m tinyllm.bench``: what checking, tracing, the attention bodies and batching cost on the default model.
 
-The overheads of checking and tracing are measured here; the fast bodies in a second process that starts with
-TINYLLM_CHECK=0, where nothing is wrapped at all.
+The overheads of checking and tracing are measured here; the fast bodies, and static against continuous batching, in a
+second process that starts with TINYLLM_CHECK=0, where nothing is wrapped at all.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tinyllm.bench.batching import Setup, compare, skewed_workload
 from tinyllm.bench.measure import render, take_turns
 from tinyllm.console import run
 from tinyllm.llm import LLM
@@ -24,6 +25,10 @@ from tinyllm.weights.load import LoadedModel, build_decoder, load_model
 PROMPTS = ["The capital of France is", "Water boils at 100 degrees"]
 ROUNDS = 15
 MAX_TOKENS = 400
+PASSAGE = (
+    "Water boils at 100 degrees and freezes at 0. A kettle of it takes some minutes and a cup of it less; a lake never "
+    "boils, as the sun is too far away."
+)
 
 
 class Steps:
@@ -107,6 +112,7 @@ def bench_bodies() -> None:
         for title, name in (("decode step, 2 requests", "decode"), ("prefill, 13 tokens", "prefill")):
             variants = {body: getattr(steps, name) for body, steps in bodies.items()}
             _print(render(f"{title}, {_threads()}, nothing wrapped", take_turns(variants, ROUNDS)))
+    bench_batching(fast)
 
 
 def bench_generation(loaded: LoadedModel) -> None:
@@ -121,6 +127,12 @@ def bench_generation(loaded: LoadedModel) -> None:
         num_characters = sum(len(answer.text) for answer in answers)
         rates = f"{num_tokens / timing.median:7.1f} tokens/s {num_characters / timing.median:8.1f} characters/s"
         print(f"generate, {num_prompts} together, {_threads()}: {rates}", flush=True)
+
+
+def bench_batching(loaded: LoadedModel) -> None:
+    """Static against continuous batching and reserved against paged memory, on a skewed workload."""
+    workload = skewed_workload(loaded.tokenizer.encode(PASSAGE))
+    _print(list(compare(loaded.decoder, workload, Setup(max_num_seqs=8, max_model_len=256), rounds=1).lines()))
 
 
 def bench_command() -> None:
@@ -139,7 +151,7 @@ def _print(lines: list[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run every measurement; the second process runs the bodies only."""
+    """Run every measurement; the second process runs the bodies and the batching only."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["bodies"]:
         bench_bodies()
