@@ -237,6 +237,41 @@ class StepRecord:
         return [operation for operation in self.operations if operation.layer == index]
 
 
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt: the texts of its tokens, word by word (a lone begin token is a word)."""
+
+    label: str
+    text: str
+    words: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """What one request gave."""
+
+    label: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All steps of one run, with what they have in common."""
+
+    model: str  # the file's or folder's name
+    dtype: str
+    attention: str
+    kv_shape: tuple[int, ...]  # of the pool, over the words num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim
+    kv_bytes: int
+    dims: Mapping[str, int]  # the checkpoint's and the pool's
+    prompts: tuple[PromptRecord, ...]
+    steps: tuple[StepRecord, ...]
+    answers: tuple[AnswerRecord, ...]
+
+
 def to_symbol(word: str) -> str:
     """The symbol of a word, a literal or ``num_reqs+1``."""
     base, plus, rest = word.partition("+")
