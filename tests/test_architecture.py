@@ -35,7 +35,22 @@ PLAIN = {"tokenizer", "request", "block_pool", "kv_cache_manager", "scheduler", 
          "planner"}  # fmt: skip
 NO_TENSORS = ("torch", "numpy", "einops", "safetensors", "gguf", "jaxtyping", "beartype")
 # The parts of the trace that work on any model: they know words and sizes, not engines.
-TRACE_PARTS = {"__init__", "recorder", "dims", "ledger", "costs", "record", "collect", "to_json", "terminal", "html"}
+TRACE_PARTS = {
+    "recorder",
+    "dims",
+    "ledger",
+    "costs",
+    "record",
+    "collect",
+    "to_json",
+    "terminal",
+    "html",
+    "explain",
+    "notes",
+    "values",
+    "kernels",
+    "calibrate",
+}
 TRACE_MAY_IMPORT = ("tinyllm.shapes", "tinyllm.config", "tinyllm.errors", "tinyllm.trace.")
 
 # Each needs a tensor's values on the host, which a meta tensor has not and a GPU step should not wait for.

@@ -1,7 +1,10 @@
 """The whole loop: what a request gets depends on nothing but the request."""
 
+import itertools
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -214,7 +217,7 @@ def test_a_step_reports_what_it_did(tiny_model, make_engine):
     assert output.logits.shape == (2, 256)
     assert output.sampled_token_ids == tuple(output.logits.argmax(-1).tolist())
     assert output.finished == tuple(requests)
-    with pytest.raises(AssertionError, match="needs an unfinished request"):
+    with pytest.raises(RequestError, match="no request waits or runs; expected add_request before step"):
         engine.step()
 
 
@@ -388,3 +391,74 @@ def test_a_failed_step_leaves_nothing_to_be_found(tiny_model, make_engine, run_a
     while engine.has_unfinished_requests:
         engine.step()
     assert second.output_token_ids == run_alone(PROMPTS[2], GREEDY).token_ids
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([10**6], "prompt token id 1000000 is outside the vocabulary of 256"),
+        ([-1], "prompt token id is -1; expected a whole number of at least 0"),
+        (["a"], "prompt token id is 'a'; expected a whole number"),
+        ([True], "prompt token id is True"),
+        ("abc", "prompt token id is 'a'"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_stops_nobody_else(token_ids, message, tiny_model, make_engine, run_alone):
+    engine = make_engine(tiny_model())
+    good = Request("good", PROMPTS[0], GREEDY)
+    engine.add_request(good)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(Request("bad", token_ids, GREEDY))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert good.output_token_ids == run_alone(PROMPTS[0], GREEDY).token_ids
+
+
+def test_parameters_of_another_type_are_refused():
+    with pytest.raises(RequestError, match="request a: params is None; expected SamplingParams"):
+        Request("a", [1], None)
+
+
+PLAIN_FILES = ("engine.py", "scheduler.py", "kv_cache_manager.py", "block_pool.py")
+
+
+def interrupt_at(number: int):
+    """A trace function that raises at line `number` of what a step does outside the tensor functions."""
+    seen = 0
+
+    def on_line(frame, event, _):
+        nonlocal seen
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return on_line
+
+    return lambda frame, event, _: on_line if Path(frame.f_code.co_filename).name in PLAIN_FILES else None
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_step_may_be_interrupted_at_any_line(step, tiny_model, make_engine, run_alone):
+    """Ctrl-C comes when it likes; whatever it cuts in two, the next steps give every request what it gets alone."""
+    expected = [run_alone(prompt, GREEDY).token_ids for prompt in PROMPTS]
+    before = sys.gettrace()
+    for number in itertools.count(1, 7):
+        engine = make_engine(tiny_model(attention="sdpa"), 2, 9, MAX_MODEL_LEN, num_blocks=13, check_shapes=False)
+        requests = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+        for request in requests:
+            engine.add_request(request)
+        for _ in range(step):
+            engine.step()
+        sys.settrace(interrupt_at(number))
+        try:
+            engine.step()
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        while engine.has_unfinished_requests:
+            engine.step()
+        assert [request.output_token_ids for request in requests] == expected, number
+        assert engine.scheduler.pool.num_used_blocks == 0
+    assert number > 200

@@ -128,7 +128,7 @@ def test_kv_13_14_15_16_what_is_free_can_be_found_until_its_space_is_needed():
     assert free_ids(manager) == [4, 5, 6, 7, 8]
     b = make_request([*range(8), 77, 77, 77])
     assert admit(manager, b) == ([1, 2], [4])
-    assert (refs(manager, 1, 2, 4), manager.num_shared_blocks(b.block_ids)) == ([2, 2, 1], 2)
+    assert refs(manager, 1, 2, 4) == [2, 2, 1]
     manager.free(a)
     assert free_ids(manager) == [3, 5, 6, 7, 8]
     manager.free(b)
@@ -274,7 +274,6 @@ def test_kv_32_a_block_of_llama_3_8b_takes_two_mebibytes_and_a_gibibyte_holds_51
         pool = KVCache(llama, CacheConfig(16, 1 + num_blocks), torch.bfloat16, "meta")
         assert pool.layer(0).nbytes == 65_536 * (1 + num_blocks), "the null block has its bytes, too"
         assert pool.num_bytes == 2_097_152 * (1 + num_blocks)
-    assert 2**30 // 2_097_152 == 512
 
 
 # --- when a block is needed --------------------------------------------------------------------------------------------

@@ -395,6 +395,19 @@ def test_a_reset_may_let_running_requests_start_over(small_engine, run_one):
     assert [request.num_cached_tokens for request in requests] == [0, 0, 8], "what they found at their first start"
 
 
+def test_what_a_prompt_found_is_counted_at_its_first_start_alone(small_engine):
+    """On this one's second start it finds its own blocks, which say nothing about its prompt."""
+    engine = small_engine(4)
+    request = add(engine, "0", list(range(9)))
+    engine.step()
+    other = add(engine, "1", list(range(20, 29)))
+    engine.step()
+    engine.scheduler._preempt(request)
+    engine.step()
+    assert other.num_computed_tokens > 8 and request.num_preemptions == 1
+    assert (request.num_cached_tokens, engine.scheduler.prefix_cache_stats.num_hit_tokens) == (0, 8)
+
+
 def test_what_a_failed_step_would_have_written_is_not_found(small_engine, run_one, monkeypatch):
     engine = small_engine(4)
     expected, _ = run_one(small_engine(4), range(13))
@@ -405,9 +418,9 @@ def test_what_a_failed_step_would_have_written_is_not_found(small_engine, run_on
             add(engine, name, range(13))
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    assert engine.scheduler.pool.num_cached_blocks == 1, "only what an earlier step computed"
+    assert engine.scheduler.pool.num_cached_blocks == 0
     outputs = finish(engine)
-    assert shares(outputs[0].schedule) == {"a": (4, 9), "b": (12, 1)}
+    assert shares(outputs[0].schedule) == {"a": (0, 13), "b": (12, 1)}
     assert [request.output_token_ids for request in outputs[-1].finished] == [expected.token_ids] * 2
     assert_whole(engine)
 

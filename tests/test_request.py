@@ -84,7 +84,8 @@ def test_a_request_counts_its_tokens():
 def test_the_four_final_states_name_the_reason():
     reasons = {}
     for status in RequestStatus:
-        request = Request("0", [1], SamplingParams(), status=status)
+        request = Request("0", [1], SamplingParams())
+        request.status = status
         if status.is_finished:
             reasons[status] = request.finish_reason
         else:

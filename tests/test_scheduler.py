@@ -167,7 +167,7 @@ def test_a_step_that_failed_is_scheduled_again():
     scheduler = make_scheduler(budget=4)
     (request,) = add_requests(scheduler, 6)
     failed = scheduler.schedule()
-    scheduler.undo(failed)
+    scheduler.recover()
     assert (request.num_computed_tokens, list(scheduler.waiting), scheduler.running) == (0, [request], [])
     assert scheduler.pool.num_used_blocks == scheduler.pool.num_cached_blocks == 0
     again = scheduler.schedule()
@@ -177,7 +177,8 @@ def test_a_step_that_failed_is_scheduled_again():
 def test_the_requests_of_a_failed_step_go_back_in_their_order():
     scheduler = make_scheduler(max_num_seqs=3)
     requests = add_requests(scheduler, 3, 3, 3, 3)
-    scheduler.undo(scheduler.schedule())
+    scheduler.schedule()
+    scheduler.recover()
     assert (list(scheduler.waiting), scheduler.running) == (requests, [])
 
 
@@ -209,7 +210,7 @@ def test_what_ended_before_a_failed_step_is_announced_behind_it():
     scheduler.abort(first)
     failed = scheduler.schedule()
     assert failed.finished_ids == ("r0",)
-    scheduler.undo(failed)
+    scheduler.recover()
     scheduler.abort(second)
     assert scheduler.schedule().finished_ids == ("r0", "r1")
     assert scheduler.schedule().finished_ids == ()
@@ -545,7 +546,7 @@ def run_workload(workload: Workload, after_step: Callable[[Scheduler], object] =
         check_order(scheduler, schedule, known, bool(workload.failing_steps))
         if now in workload.failing_steps:
             model.fail(schedule)
-            scheduler.undo(schedule)
+            scheduler.recover()
         else:
             announced += schedule.finished_ids
             scheduler.update(schedule, model.run(schedule))

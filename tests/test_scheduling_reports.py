@@ -84,6 +84,9 @@ PROMPT = [3, 4, 5, 6, 7]
 def test_every_case_of_this_part_has_its_test():
     numbers = (32, *range(46, 50), *range(58, 68))
     assert list(REPORTS) == [f"case-{number:03}" for number in numbers]
+    runs = [f"RUN-{number:02}" for number in (1, 2, 5, 7, 8, 10)]
+    peers = [f"peer-{number}" for number in (20, 22, 25, 26, 28, 29, 31, 32, 34, 37)]
+    assert list(CASES) == ["SCH-43", *runs, *peers]
     for place in (place for places in (REPORTS | CASES).values() for place in places):
         path, _, name = place.partition("::")
         assert f"\ndef {name}(" in (TESTS / path).read_text("utf-8"), place

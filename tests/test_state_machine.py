@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import tinyllm.engine
 from tinyllm import CacheConfig, RequestError, SamplingParams, SchedulerConfig
-from tinyllm.block_pool import ROOT_HASH, hash_block
+from tinyllm.block_pool import ROOT_HASH, BlockPool, hash_block
 from tinyllm.engine import Engine
 from tinyllm.request import Request
 from tinyllm.scheduler import ScheduledRequest
@@ -117,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, setup):
         self.cache_config, self.limits, body = setup
         self.engine = Engine(self.decoders[body], self.cache_config, self.limits, check_shapes=False)
-        self.scheduler, self.pool = self.engine.scheduler, self.engine.scheduler.pool
+        self.scheduler = self.engine.scheduler
         self.slots = self.engine.kv_cache.kv.flatten(2, 3)  # a view: [num_layers 2 num_slots num_kv_heads head_dim]
         self.expected_slots = torch.full_like(self.slots, torch.nan)
         self.texts: list[tuple | None] = [None] * self.cache_config.num_slots  # (salt, all tokens up to this slot's)
@@ -243,6 +243,11 @@ class EngineMachine(RuleBasedStateMachine):
             )
         assert self.pool.num_free_blocks == self.pool.num_blocks - 1
         assert self.engine.reset_prefix_cache() and self.pool.num_cached_blocks == 0
+
+    @property
+    def pool(self) -> BlockPool:
+        """A failed step leaves another one."""
+        return self.scheduler.pool
 
     # --- one step, and what the slots hold after it --------------------------------------------------------------------
 

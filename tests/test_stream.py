@@ -168,6 +168,28 @@ def test_a_stream_that_the_collector_closes_within_a_step_leaves_the_engine_clea
     assert is_clean(llm)
 
 
+def test_a_run_that_is_refused_gives_up_nobody_else_s_requests(tiny_llm):
+    llm = tiny_llm()
+    requests = llm.make_requests([[1, 2, 3]], TEN)
+    steps = llm.run(requests)
+    next(steps)
+    with pytest.raises(RequestError, match="was queued before"):
+        list(llm.run(requests))
+    for junk in ([None], ["x"]):
+        with pytest.raises(RequestError, match="is no Request"):
+            list(llm.run(junk))
+    list(steps)
+    assert requests[0].output_token_ids == list(tiny_llm().generate([1, 2, 3], TEN)[0].token_ids)
+
+
+def test_a_cut_character_does_not_stop_within_min_tokens(tiny_llm):
+    """The flush of the last bytes belongs to the last token."""
+    for first in range(128, 160):
+        (free,) = tiny_llm().generate([[first]], replace(TEN, max_tokens=2))
+        params = replace(TEN, max_tokens=2, min_tokens=2, stop="\ufffd")
+        assert tiny_llm().generate([[first]], params)[0].text == free.text
+
+
 @pytest.mark.parametrize("prompt", [None, 5, b"a", [1, "a"]])
 def test_a_stream_takes_what_generate_takes(prompt, tiny_llm):
     with pytest.raises(RequestError, match="expected a text"):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tinyllm.batch import FlatBatch, SamplingBatch, build_batch, build_sampling_batch
 from tinyllm.config import CacheConfig, SchedulerConfig
+from tinyllm.errors import RequestError, brief
 from tinyllm.kv_cache import KVCache
 from tinyllm.model import Decoder
 from tinyllm.request import Request
@@ -23,7 +24,7 @@ class StepOutput:
     batch: FlatBatch
     logits: Tensor  # a row for each scheduled request, a score for each token id
     sampled_token_ids: tuple[int | None, ...]
-    finished: tuple[Request, ...]
+    finished: tuple[Request, ...]  # by this step's token; not those that a caller ends for their text
 
 
 class Engine:
@@ -49,9 +50,22 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request; it joins the next step that has room, whatever runs already.
 
+        Stop strings are not looked for here, as an engine knows no text: LLM's generate, stream and run do that.
         RequestError where it could never run, was queued before, or has the id of one that still runs.
         """
+        self.check_request(request)
         self.scheduler.add_request(request)
+
+    def check_request(self, request: Request) -> None:
+        """RequestError where a request could never run."""
+        if not isinstance(request, Request):
+            raise RequestError(f"{brief(request)} is no Request; LLM.make_requests makes them of prompts")
+        vocab_size = self.model.config.vocab_size
+        if unknown := [token_id for token_id in request.prompt_token_ids if token_id >= vocab_size]:
+            raise RequestError(
+                f"request {request.request_id}: prompt token id {unknown[0]} is outside the vocabulary of {vocab_size}"
+            )
+        self.scheduler.check_request(request)
 
     def abort(self, request_id: str) -> bool:
         """Give a request up and free its blocks; False where none of this id waits or runs."""
@@ -64,21 +78,25 @@ class Engine:
     def step(self) -> StepOutput:
         """Compute some tokens of some requests; each request whose tokens are all computed gets one more.
 
-        Where the model fails or is interrupted, nothing counts as computed: its requests start over and keep their tokens.
+        Raises RequestError where no request waits or runs.
+
+        Where it fails or is interrupted, nothing counts as computed: all requests start over and keep their tokens.
         """
-        schedule = self.scheduler.schedule()
-        assert schedule.scheduled, "step() needs an unfinished request"
+        if not self.has_unfinished_requests:
+            raise RequestError("no request waits or runs; expected add_request before step")
         try:
+            schedule = self.scheduler.schedule()
             batch, logits, sampled = self._run(schedule)
+            tokens = [None if token_id is None else [token_id] for token_id in sampled]
+            finished = self.scheduler.update(schedule, tokens)
         except BaseException:
-            self.scheduler.undo(schedule)
+            self.scheduler.recover()
             raise
-        finished = self.scheduler.update(schedule, [None if token_id is None else [token_id] for token_id in sampled])
         return StepOutput(schedule, batch, logits, sampled, tuple(finished))
 
     def _run(self, schedule: Schedule) -> tuple[FlatBatch, Tensor, tuple[int | None, ...]]:
         """Batch, logits, and each request's token id (None where its row is not valid)."""
-        batch = self._build_batch(schedule)
+        batch = self.build_batch(schedule)
         sampling = self._build_sampling_batch(schedule)
         with contextlib.nullcontext() if self.check_shapes else checking(False):
             logits = self.model(batch, self.kv_cache)
@@ -86,7 +104,8 @@ class Engine:
         rows = zip(token_ids.tolist(), is_valid.tolist(), strict=True)
         return batch, logits, tuple(token_id if valid else None for token_id, valid in rows)
 
-    def _build_batch(self, schedule: Schedule) -> FlatBatch:
+    def build_batch(self, schedule: Schedule) -> FlatBatch:
+        """The tensors of a step, which follow from its schedule alone."""
         entries = schedule.scheduled
         return build_batch(
             [entry.token_ids for entry in entries],

@@ -4,7 +4,7 @@ A request needs a block exactly when ceil(tokens / block_size) exceeds the block
 when it is full, so nobody ever writes into a shared one, and a block that is not full has one holder.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tinyllm.block_pool import ROOT_HASH, BlockPool, hash_block
 from tinyllm.config import CacheConfig
@@ -17,10 +17,10 @@ class KVCacheManager:
     >>> from tinyllm.request import SamplingParams
     >>> manager = KVCacheManager(CacheConfig(block_size=4, num_blocks=9))
     >>> a, b = (Request(name, [1, 2, 3, 4, 5, 6, 7, 8, last], SamplingParams()) for name, last in (("a", 9), ("b", 10)))
-    >>> manager.find_cached_blocks(a), manager.allocate_slots(a, num_new_tokens=9)
+    >>> manager.find_cached_blocks(a), manager.allocate_slots(a, query_len=9)
     ([], [1, 2, 3])
     >>> hits = manager.find_cached_blocks(b)        # the same first 8 tokens
-    >>> hits, manager.allocate_slots(b, num_new_tokens=1, hit_ids=hits), b.block_ids
+    >>> hits, manager.allocate_slots(b, query_len=1, hit_ids=hits), b.block_ids
     ([1, 2], [4], [1, 2, 4])
     """
 
@@ -28,6 +28,10 @@ class KVCacheManager:
         self.block_size = cache.block_size
         self.enable_prefix_caching = cache.enable_prefix_caching
         self.pool = BlockPool(cache.num_blocks)
+
+    def reset(self) -> None:
+        """A new pool, in which every block is free and none can be found, whatever became of the old one."""
+        self.pool = BlockPool(self.pool.num_blocks)
 
     def find_cached_blocks(self, request: Request) -> list[int]:
         """The longest chain of cached blocks that the request's tokens begin with; nothing is taken.
@@ -58,14 +62,14 @@ class KVCacheManager:
     def _num_new_blocks(self, request: Request, seq_len: int, hit_ids: Sequence[int]) -> int:
         return max(0, -(-seq_len // self.block_size) - len(hit_ids) - len(request.block_ids))
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, hit_ids: Sequence[int] = ()) -> list[int] | None:
+    def allocate_slots(self, request: Request, query_len: int, hit_ids: Sequence[int] = ()) -> list[int] | None:
         """Give the request the blocks for its next tokens, shared ones first; the new ones, or None where too few are free.
 
         None changes nothing. Blocks that these tokens fill can be found from now on, before their keys and values are
         there: in each layer all of a step's writes go before its reads, so a request of the same step may share them.
         """
         start = request.num_computed_tokens + len(hit_ids) * self.block_size
-        seq_len = start + num_new_tokens
+        seq_len = start + query_len
         if self.num_missing_blocks(request, seq_len, hit_ids) > self.pool.num_free_blocks:
             return None
         self.pool.touch(hit_ids)
@@ -99,7 +103,3 @@ class KVCacheManager:
         """Take all blocks from a request."""
         self.pool.free(request.block_ids)
         request.block_ids = []
-
-    def num_shared_blocks(self, block_ids: Iterable[int]) -> int:
-        """How many of these have another holder, too."""
-        return sum(self.pool.ref_counts[block_id] > 1 for block_id in block_ids)

@@ -134,7 +134,7 @@ class LLM:
         """
         requests = self.make_requests(prompts, params, parse_special, priority, cache_salt)
         for request in requests:
-            self.engine.scheduler.check_request(request)
+            self.engine.check_request(request)
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Request]) -> Generator[Piece, None, None]:
@@ -143,13 +143,13 @@ class LLM:
         with contextlib.closing(self.run(requests)) as steps:
             for _ in steps:
                 with self._lock:
-                    pieces = [answer.take() for answer in answers if not answer.is_taken]
+                    pieces = [answer.take() for answer in answers if answer.has_news]
+                answers = [answer for answer in answers if not answer.is_taken]
                 for piece in pieces:
                     if piece.token_ids or piece.finish_reason:  # not while the prompt is computed
                         yield piece
-        for answer in answers:
-            if not answer.is_taken:  # the last step was made by another thread or stream
-                yield answer.take()
+        for answer in answers:  # whose last step was made by another thread or stream
+            yield answer.take()
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **variables: Any
@@ -187,16 +187,18 @@ class LLM:
         Raises RequestError before anything runs.
         """
         for request in requests:
-            self.engine.scheduler.check_request(request)
+            self.engine.check_request(request)
+        added: list[Request] = []
         try:
             with self._lock:
                 for request in requests:
                     self.engine.add_request(request)
+                    added.append(request)
                     self._answers.setdefault(request, _Answer(self.tokenizer, request))
-            while output := self._step(requests):
+            while output := self._step(added):
                 yield output
         finally:
-            self._give_up(requests)
+            self._give_up(added)
 
     def _step(self, requests: Sequence[Request]) -> StepOutput | None:
         """One step for all that is under way, unless `requests` have ended; ends those whose text holds a stop string."""
@@ -218,7 +220,7 @@ class LLM:
     def _give_up(self, requests: Sequence[Request]) -> None:
         """Abort what has not ended. In the middle of a step, where the collector may close a stream, only note it."""
         with self._lock:
-            self._given_up += requests
+            self._given_up += reversed(requests)  # the first one is popped first: it stands in front of the queue
             while self._given_up and not self._is_in_step:
                 request = self._given_up.pop()
                 self.engine.scheduler.abort(request)
@@ -295,6 +297,11 @@ class _Answer:
         """A stop string goes before the request's own reason: the token that completed it may be the last one, too."""
         return self._request.finish_reason if self._finder.matched is None else RequestStatus.STOPPED.value
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would give anything."""
+        return self._request.num_output_tokens > self._num_taken or self.finish_reason is not None
+
     def read(self) -> bool:
         """Take the new tokens in; whether the text holds a stop string."""
         start = self._request.num_prompt_tokens + self._num_read
@@ -303,8 +310,13 @@ class _Answer:
             if self._is_hidden(token_id):
                 continue
             piece = self._detokenizer.push(_known_ids([token_id], self._tokenizer))
-            self._pieces.append(self._finder.push(piece, may_stop=self._num_read > self._request.params.min_tokens))
+            self._pieces.append(self._finder.push(piece, self._may_stop))
         return self._finder.matched is not None
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop string may end in the token read last."""
+        return self._num_read > self._request.params.min_tokens
 
     def _is_hidden(self, token_id: int) -> bool:
         """The token that stopped the request is no part of its text, as a stop string is none."""
@@ -314,7 +326,7 @@ class _Answer:
 
     def text(self) -> str:
         """The text since the last call, to its very end."""
-        self._pieces += self._finder.push(self._detokenizer.flush()), self._finder.flush()
+        self._pieces += self._finder.push(self._detokenizer.flush(), self._may_stop), self._finder.flush()
         return self._take_text()
 
     def take(self) -> Piece:
@@ -382,7 +394,7 @@ def _one_for_each(value: Any, prompts: Sequence[Any], name: str, kind: type) -> 
     """A list with one value for each prompt, of one for all or of such a list; RequestError for anything else."""
     if isinstance(value, kind):
         return [value] * len(prompts)
-    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+    if not isinstance(value, Sequence) or isinstance(value, BYTES) or not all(isinstance(v, kind) for v in value):
         raise RequestError(f"{name} is {brief(value)}; expected {kind.__name__}, or a list with one for each prompt")
     if len(value) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts came with {len(value)} {name}; expected one for each")

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Self
 
 from tinyllm.errors import RequestError, brief
@@ -152,29 +153,33 @@ class Request:
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     prompt: str | None = None  # the text that it came from
-    status: RequestStatus = RequestStatus.WAITING
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     priority: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
     cache_salt: str | None = None
-    num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = field(init=False, default=0)
+    block_ids: list[int] = field(init=False, default_factory=list)
     block_hashes: list[bytes] = field(init=False, default_factory=list)
     num_cached_tokens: int | None = field(init=False, default=None)  # found in the cache when it first started
     token_ids: list[int] = field(init=False)
     seed: int = field(init=False)
     stop_token_id: int | None = field(init=False, default=None)  # the token that stopped it
-    num_preemptions: int = 0
+    num_preemptions: int = field(init=False, default=0)  # and failed steps, after which it started over, too
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id}: the prompt is empty; expected at least one token")
         _require(isinstance(self.request_id, str), "request id", self.request_id, "a text")
         name = f"request {self.request_id}: "
+        _require(isinstance(self.params, SamplingParams), name + "params", self.params, "SamplingParams")
+        for token_id in self.prompt_token_ids:
+            _require(isinstance(token_id, Integral) and not isinstance(token_id, bool) and token_id >= 0,
+                     name + "prompt token id", token_id, "a whole number of at least 0")  # fmt: skip
         _require(_is_int(self.priority), name + "priority", self.priority, "a whole number (the smaller goes first)")
         _require(_is_number(self.arrival_time), name + "arrival_time", self.arrival_time, "a number of seconds")
         _require(self.cache_salt is None or isinstance(self.cache_salt, str),
                  name + "cache_salt", self.cache_salt, "a text or None")  # fmt: skip
-        self.prompt_token_ids = tuple(self.prompt_token_ids)
+        self.prompt_token_ids = tuple(map(int, self.prompt_token_ids))
         self.token_ids = list(self.prompt_token_ids)
         self.seed = draw_seed() if self.params.seed is None else self.params.seed
 

@@ -4,9 +4,9 @@ One principle: every step gives each request ``num_tokens - num_computed_tokens`
 A whole prefill, a chunk of one, a decode step and the recomputation after a preemption are all that same subtraction.
 
 The life of a token: the step that computes the last of a request's tokens samples the next one, which is appended at
-once (``num_tokens`` grows); but its key and value exist only after the step that computes it, and only then it counts as
-computed. A block is needed exactly when ceil(num_tokens / block_size) exceeds the blocks held, so the sampled token
-gets its block in the step that computes it, not in the one that samples it.
+once (``num_tokens`` grows). Its key and value come with the step that computes it; from the moment that step is
+scheduled, the token counts as computed. A block is needed exactly when ceil(num_tokens / block_size) exceeds the blocks
+held, so the sampled token gets its block in the step that computes it, not in the one that samples it.
 
 >>> from tinyllm.request import SamplingParams
 >>> scheduler = Scheduler(SchedulerConfig(8, 8, 1), CacheConfig(block_size=2, num_blocks=5))
@@ -14,12 +14,12 @@ gets its block in the step that computes it, not in the one that samples it.
 >>> scheduler.add_request(request)
 >>> for token_id in (11, 12, 13):
 ...     schedule = scheduler.schedule()
-...     before = request.num_tokens, request.num_computed_tokens, request.block_ids
+...     print("computes", *schedule.scheduled[0].token_ids, "in blocks", request.block_ids, end=": ")
 ...     _ = scheduler.update(schedule, [[token_id]])
-...     print(schedule.scheduled[0].token_ids, "are computed:", *before, "- then sampled:", request.token_ids[3:])
-(5, 6, 7) are computed: 3 3 [1, 2] - then sampled: [11]
-(11,) are computed: 4 4 [1, 2] - then sampled: [11, 12]
-(12,) are computed: 5 5 [1, 2, 3] - then sampled: [11, 12, 13]
+...     print(f"num_tokens={request.num_tokens} num_computed_tokens={request.num_computed_tokens}")
+computes 5 6 7 in blocks [1, 2]: num_tokens=4 num_computed_tokens=3
+computes 11 in blocks [1, 2]: num_tokens=5 num_computed_tokens=4
+computes 12 in blocks [1, 2, 3]: num_tokens=6 num_computed_tokens=5
 
 The last token's key and value are never computed: nobody asks for them.
 """
@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tinyllm.block_pool import BlockPool
 from tinyllm.config import CacheConfig, SchedulerConfig
 from tinyllm.errors import ConfigError, RequestError
 from tinyllm.kv_cache_manager import KVCacheManager
@@ -43,7 +44,7 @@ class ScheduledRequest:
 
     request: Request
     token_ids: tuple[int, ...]  # the tokens to compute now
-    num_computed_tokens: int  # the tokens before them, whose keys and values are in the cache
+    num_computed_tokens: int  # the tokens before them: in the cache, or written by another request of this step
     block_ids: tuple[int, ...]  # its row of the block table
     new_block_ids: tuple[int, ...]  # those of them that this step allocated
     samples: bool  # False for a prefill chunk that is not the last: its sampled token is thrown away
@@ -167,12 +168,17 @@ class Scheduler:
         self.config = config
         self.block_size = cache.block_size
         self.manager = KVCacheManager(cache)
-        self.pool = self.manager.pool
         self.waiting = WaitingQueue(config.policy)
         self.running: list[Request] = []
         self.prefix_cache_stats = PrefixCacheStats()
         self._requests: dict[str, Request] = {}  # waiting or running
         self._finished_ids: list[str] = []
+        self._announced_ids: tuple[str, ...] = ()  # by the step under way
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks."""
+        return self.manager.pool
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -216,14 +222,14 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         self._schedule_running(step)
         self._schedule_waiting(step)
-        finished_ids, self._finished_ids = tuple(self._finished_ids), []
+        self._announced_ids, self._finished_ids = tuple(self._finished_ids), []
         freed_ids, evicted_ids = self.pool.take_events()
         return Schedule(
             scheduled=tuple(step.scheduled),
             token_budget=self.config.max_num_batched_tokens,
             preempted=tuple(step.preempted),
-            finished_ids=finished_ids,
-            held_back=step.held_back if self.waiting else "",
+            finished_ids=self._announced_ids,
+            held_back=step.held_back,
             freed_block_ids=freed_ids,
             evicted_block_ids=evicted_ids,
             num_waiting=len(self.waiting),
@@ -238,55 +244,61 @@ class Scheduler:
                 return
             if request.status is RequestStatus.PREEMPTED:  # by one before it, a moment ago
                 continue
-            count, cut_by = self._clip(request.num_tokens - request.num_computed_tokens, step.budget)
-            if count == 0:  # all of it is under way in a step whose tokens have not come back yet
+            num_left = request.num_tokens - request.num_computed_tokens
+            query_len, cut_by = self._limit_query_len(num_left, step.budget)
+            if query_len == 0:  # all of it is under way in a step whose tokens have not come back yet
                 continue
-            new_ids = self._allocate_or_preempt(request, count, step)
+            new_ids = self._allocate_or_preempt(request, query_len, step)
             if new_ids is not None:
-                self._take(step, request, count, new_ids, cut_by=cut_by)
+                self._add_share(step, request, query_len, new_ids, cut_by=cut_by)
 
     def _schedule_waiting(self, step: _Step) -> None:
-        if step.preempted:
+        if step.preempted:  # so somebody waits
             step.held_back = "blocks are short: a running request was preempted in this step"
             return
         while self.waiting:
-            request = self.waiting[0]
-            hit_ids = self.manager.find_cached_blocks(request)
-            num_left = request.num_tokens - len(hit_ids) * self.block_size
-            count, cut_by = self._clip(num_left, step.budget)
-            step.held_back = self._why_not_start(request, hit_ids, cut_by, step)
+            step.held_back = self._why_nobody_starts(step)
             if step.held_back:
                 return
-            new_ids = self.manager.allocate_slots(request, count, hit_ids)
+            request = self.waiting[0]
+            hit_ids = self.manager.find_cached_blocks(request)
+            num_cached_tokens = len(hit_ids) * self.block_size
+            query_len, cut_by = self._limit_query_len(request.num_tokens - num_cached_tokens, step.budget)
+            step.held_back = self._why_not_start(request, hit_ids, num_cached_tokens + query_len, cut_by)
+            if step.held_back:
+                return
+            new_ids = self.manager.allocate_slots(request, query_len, hit_ids)
             assert new_ids is not None, "its blocks were counted a moment ago"
-            self._start(self.waiting.popleft(), len(hit_ids) * self.block_size)
-            self._take(step, request, count, new_ids, hit_ids, cut_by)
+            self._start(self.waiting.popleft(), num_cached_tokens)
+            self._add_share(step, request, query_len, new_ids, hit_ids, cut_by)
 
-    def _clip(self, num_left: int, budget: int) -> tuple[int, str]:
+    def _limit_query_len(self, num_left: int, budget: int) -> tuple[int, str]:
         """(how many of a request's left tokens it gets, what cut them)."""
         threshold = self.config.long_prefill_token_threshold
         is_alone = len(self.running) + len(self.waiting) == 1
-        if is_alone or threshold == 0 or num_left <= threshold:
-            threshold = num_left
-        count = min(threshold, budget)
-        return count, "" if count == num_left else THRESHOLD if count == threshold else BUDGET
+        wanted = threshold if 0 < threshold < num_left and not is_alone else num_left
+        if wanted > budget:
+            return budget, BUDGET
+        return wanted, THRESHOLD if wanted < num_left else ""
 
-    def _why_not_start(self, request: Request, hit_ids: Sequence[int], cut_by: str, step: _Step) -> str:
-        """Why the first waiting request, and with it all behind it, stays where it is; empty where it may start."""
+    def _why_nobody_starts(self, step: _Step) -> str:
+        """Why this step starts no request, whichever waits first; empty where it may."""
         if step.budget == 0:
             return "the token budget is spent"
         if len(self.running) == self.config.max_num_seqs:
             return f"max_num_seqs {self.config.max_num_seqs} run already"
+        return ""
+
+    def _why_not_start(self, request: Request, hit_ids: Sequence[int], seq_len: int, cut_by: str) -> str:
+        """Why the first waiting request, and with it all behind it, stays where it is; empty where it may start."""
         if cut_by == BUDGET and not self.config.enable_chunked_prefill:
             return "its prompt exceeds what is left of the token budget, and chunked prefill is off"
-        num_cached_tokens = len(hit_ids) * self.block_size
-        count, _ = self._clip(request.num_tokens - num_cached_tokens, step.budget)
-        seq_len = request.num_tokens if self.config.reserve_full_sequence else num_cached_tokens + count
-        num_missing, num_free = self.manager.num_missing_blocks(request, seq_len, hit_ids), self.pool.num_free_blocks
+        needed_len = request.num_tokens if self.config.reserve_full_sequence else seq_len
+        num_missing, num_free = self.manager.num_missing_blocks(request, needed_len, hit_ids), self.pool.num_free_blocks
         return f"blocks are short: it needs {num_missing}, free are {num_free}" if num_missing > num_free else ""
 
     def _start(self, request: Request, num_cached_tokens: int) -> None:
-        """Count what the prefix cache gave; the request runs from now on."""
+        """Count what the prefix cache gave, and put the request among the running ones."""
         request.num_computed_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
@@ -296,31 +308,31 @@ class Scheduler:
             self.prefix_cache_stats.num_hit_tokens += num_cached_tokens
         self.running.append(request)
 
-    def _take(
+    def _add_share(
         self,
         step: _Step,
         request: Request,
-        count: int,
+        query_len: int,
         new_ids: Sequence[int],
         hit_ids: Sequence[int] = (),
         cut_by: str = "",
     ) -> None:
         """Put the request's share into the step, and count it as computed, so that the next step goes on behind it."""
         start = request.num_computed_tokens
-        end = start + count
+        end = start + query_len
         step.scheduled.append(ScheduledRequest(
             request, tuple(request.token_ids[start:end]), start, tuple(request.block_ids), tuple(new_ids),
             samples=end == request.num_tokens, hit_block_ids=tuple(hit_ids), started_as=request.status, cut_by=cut_by,
         ))  # fmt: skip
-        step.budget -= count
+        step.budget -= query_len
         request.num_computed_tokens = end
         request.status = RequestStatus.RUNNING
 
     # --- preemption ----------------------------------------------------------------------------------------------------
 
-    def _allocate_or_preempt(self, request: Request, count: int, step: _Step) -> list[int] | None:
+    def _allocate_or_preempt(self, request: Request, query_len: int, step: _Step) -> list[int] | None:
         """The request's new blocks, if need be taken from others; None where it was itself the one to go."""
-        while (new_ids := self.manager.allocate_slots(request, count)) is None:
+        while (new_ids := self.manager.allocate_slots(request, query_len)) is None:
             victim = self._choose_victim()
             step.preempted.append(Preemption(victim.request_id, request.request_id, tuple(victim.block_ids)))
             self._unschedule(victim, step)
@@ -353,18 +365,26 @@ class Scheduler:
         request.num_preemptions += 1
         self.waiting.put_back(request)
 
-    def undo(self, schedule: Schedule) -> None:
-        """Take back a schedule whose step failed: nothing of it is computed, so nothing of it may be found.
+    def recover(self) -> None:
+        """Start over after a step that failed or was interrupted, wherever that was: no key or value counts any more.
 
-        Its requests go back to the front of the queue, in their order, and keep all tokens. What it announced as ended
-        is announced again.
+        Every request that has not ended waits again, in order of arrival, and keeps its tokens. What was announced as
+        ended with the failed step is announced again.
         """
-        self._finished_ids[:0] = schedule.finished_ids
-        for entry in schedule.scheduled:
-            self.manager.forget_blocks(entry.block_ids, entry.num_computed_tokens)
-        for entry in reversed(schedule.scheduled):
-            if not entry.request.status.is_finished:
-                self._preempt(entry.request)
+        self.manager.reset()
+        self._finished_ids = [*self._announced_ids, *self._finished_ids]
+        self._announced_ids = ()
+        self.running.clear()
+        self.waiting = WaitingQueue(self.config.policy)
+        for request in list(self._requests.values()):
+            request.block_ids, request.num_computed_tokens = [], 0
+            ended = self.check_stop(request) if request.num_output_tokens else None  # by a token that it just got
+            if ended or request.status.is_finished:
+                self._finish(request, ended or request.status)
+                continue
+            if request.status is not RequestStatus.WAITING:
+                request.status = RequestStatus.PREEMPTED
+            self.waiting.append(request)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached blocks; False where some are held, unless their requests are to start over."""
@@ -386,6 +406,7 @@ class Scheduler:
             if status is not None:
                 self._finish(request, status)
                 finished.append(request)
+        self._announced_ids = ()
         return finished
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> RequestStatus | None:
@@ -417,16 +438,22 @@ class Scheduler:
         One that has ended, or an id that nobody has, stays as it is. The status is ABORTED where the caller gave it up,
         STOPPED where its text holds a stop string.
         """
-        found = request if isinstance(request, Request) else self._requests.get(request)
+        if isinstance(request, Request):
+            found = request
+        else:
+            found = self._requests.get(request) if isinstance(request, str) else None
         if found is None or found.status.is_finished:
             return False
         self._finish(found, status)
         return True
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        if self._requests.get(request.request_id) is request:  # not one that was never added
-            del self._requests[request.request_id]
-            self._finished_ids.append(request.request_id)
-            (self.running if request in self.running else self.waiting).remove(request)
-        self.manager.free(request)
         request.status = status
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+                break
+        if self._requests.get(request.request_id) is request:  # not one that was never added
+            self._finished_ids.append(request.request_id)
+            del self._requests[request.request_id]
+        self.manager.free(request)
