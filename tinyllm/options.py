@@ -115,10 +115,10 @@ def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -
     parser.set_defaults(**defaults)
 
 
-def add_prompts(parser: argparse.ArgumentParser) -> None:
+def add_prompts(parser: argparse.ArgumentParser, nargs: str = "+") -> None:
     """The texts to complete."""
     parser.add_argument(
-        "prompts", nargs="+", type=utf8_text, metavar="PROMPT",
+        "prompts", nargs=nargs, type=utf8_text, metavar="PROMPT",
         help="a text to complete; several run together; - reads standard input",
     )  # fmt: skip
 

@@ -438,11 +438,8 @@ class Scheduler:
         One that has ended, or an id that nobody has, stays as it is. The status is ABORTED where the caller gave it up,
         STOPPED where its text holds a stop string.
         """
-        if isinstance(request, Request):
-            found = request
-        else:
-            found = self._requests.get(request) if isinstance(request, str) else None
-        if found is None or found.status.is_finished:
+        found = self._requests.get(request) if isinstance(request, str) else request
+        if not isinstance(found, Request) or found.status.is_finished:
             return False
         self._finish(found, status)
         return True

@@ -728,11 +728,12 @@ from tinyllm.trace import trace
 traced_request = llm.make_requests(prompt, SamplingParams(max_tokens=2))[0]
 llm.engine.add_request(traced_request)
 llm.engine.step()
-with trace() as recorder:
+with trace() as t:
     llm.engine.step()
-attend_call = next(call for call in recorder.walk() if call.name == "attend")
-for value in attend_call.values:
-    print(f"{value.name:10}", ", ".join(f"{word}={size}" for word, size in zip(value.words, value.sizes, strict=True)))
+attend_row = next(operation for operation in t.steps[0].operations if operation.function == "attend")
+for tensor in attend_row.tensors.values():
+    sizes = ", ".join(f"{word}={size}" for word, size in zip(tensor.words, tensor.shape, strict=True))
+    print(f"{tensor.name:10}", sizes)
 
 # %% [markdown]
 # The trace command (`make trace`) prints this for a whole step, layer 0 in full and the equal layers folded into one
@@ -740,11 +741,11 @@ for value in attend_call.values:
 # this word has one size in the whole step. Every stage of this chapter is a row of it: find them.
 
 # %%
-from tinyllm.trace.session import trace_steps
 from tinyllm.trace.terminal import Options, render_step
 
-traced = list(trace_steps(llm, llm.make_requests(prompt, SamplingParams(max_tokens=2))))
-print("\n".join(render_step(traced[0], None, Options())))
+with trace() as t:
+    llm.generate(prompt, SamplingParams(max_tokens=2))
+print("\n".join(render_step(t.steps[0], None, Options())))
 
 # %% [markdown]
 # ## 13. A wrong shape, and what stops it

@@ -45,9 +45,9 @@ def run(tiny_llm, name: str) -> list:
     return list(trace_steps(llm, llm.make_requests(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))))
 
 
-def text_of(steps) -> list[str]:
+def text_of(steps, width: int = WIDTH) -> list[str]:
     pairs = zip(steps, [None, *steps[:-1]], strict=True)
-    return ["\n".join(render_step(step, previous, Options())) for step, previous in pairs]
+    return ["\n".join(render_step(step, previous, Options(width=width))) for step, previous in pairs]
 
 
 # --- laws of every run -------------------------------------------------------------------------------------------------
@@ -153,6 +153,12 @@ def test_the_text_fits_and_tells_nothing_that_the_json_does_not_hold(steps):
             assert bool(re.search(rf"^P {name} ", text, re.M)) == bool(facts), name
 
 
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_text_fits_other_widths(steps, width):
+    for text in text_of(steps, width):
+        assert all(len(line) <= width and line.isascii() and line == line.rstrip() for line in text.splitlines())
+
+
 # --- what the runs are made to show ------------------------------------------------------------------------------------
 
 
@@ -163,8 +169,8 @@ def rows(text: str, name: str) -> list[str]:
 def test_a_plain_run_says_nothing_that_is_a_matter_of_course(tiny_llm):
     first, *others = text_of(run(tiny_llm, "alone"))
     usual = ["schedule", "token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_table", "slot_mapping",
-             "logits_indices", "block map", "sampled", "append"]  # fmt: skip
-    assert re.findall(r"^P (block map|\w+)", first, re.M) == usual
+             "logits_indices", "block map", "kv bytes", "sampled", "append"]  # fmt: skip
+    assert re.findall(r"^P (block map|kv bytes|\w+)", first, re.M) == usual
     assert [re.findall(r"^P (block map|\w+)", text, re.M).count("block map") for text in others] == [0, 1, 0]
     assert rows(first, "append") == ["P append  A at 3  no KV yet: A has room in block 1"]
     assert rows(others[0], "append") == ["P append  A at 4  no KV yet: A needs a new block"]
@@ -258,12 +264,12 @@ def test_a_large_pool_folds_into_one_row():
     spans = [BlockSpan(0, 0, "null", (), False), BlockSpan(1, 300, "held", ("A",), True),
              BlockSpan(301, 301, "held", ("A",), False), BlockSpan(302, 340, "free", (), True),
              BlockSpan(341, 499, "free", (), False)]  # fmt: skip
-    assert _map_row(spans) == (
+    assert _map_row(spans, Options()) == (
         "P block map      1 null+301 held+198 free=500  0 null  1..301 A | free 302..499 (cached 302..340)"
     )
 
 
 def test_a_fragmented_pool_is_counted():
     held = [BlockSpan(i, i, "held", (("A", "B"), ("A",), ("B",))[i % 3], False) for i in range(1, 100)]
-    row = _map_row([BlockSpan(0, 0, "null", (), False), *held, BlockSpan(100, 200, "free", (), False)])
+    row = _map_row([BlockSpan(0, 0, "null", (), False), *held, BlockSpan(100, 200, "free", (), False)], Options())
     assert row == "P block map      1 null+99 held+101 free=201   A 33  B 33  shared 33 | free 100..200"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tinyllm import SamplingParams
+from tinyllm.bench.__main__ import count_visited_frames
 from tinyllm.layers.attention import reference
 from tinyllm.layers.norm import RMSNorm, rms_norm
 from tinyllm.trace import Recorder
@@ -113,6 +114,7 @@ def turn(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "hidden_si
     assert x and x.sizes == (2, 5)
 
 
+@pytest.mark.filterwarnings("ignore:a debugger or coverage tool")
 def test_the_trace_function_and_the_checks_come_back(step):
     def debugger(frame, event, argument):
         return None
@@ -148,8 +150,9 @@ def test_another_thread_has_no_rows():
 
 
 def test_off_no_frame_is_visited(tiny_llm):
-    with Recorder():
-        pass
+    llm = tiny_llm()
+    llm.engine.add_request(llm.make_requests([[9, 8, 7]], SamplingParams(max_tokens=4))[0])
+    assert count_visited_frames(llm.engine.step) == 0
     assert sys.gettrace() is None or "tinyllm" not in str(sys.gettrace())
 
 
@@ -253,3 +256,39 @@ def h(y: Float[Tensor, "num_tokens hidden_size"]) -> None:
     outer.values[:] = [replace(v, identity=id(value)) if v.name == "result[1]" else v for v in outer.values]
     inner.values[:] = [replace(v, identity=id(value)) for v in inner.values]
     assert _inherited_words(call, call.spec.call_lines["b"], value) == ("num_tokens",)
+
+
+def test_equal_code_of_another_file_is_not_taken_for_a_layer_s(tmp_path, monkeypatch):
+    """Code objects of equal text are equal, so nothing may be looked up by them alone."""
+    scope = write_module(tmp_path, monkeypatch, "def f(x):\n    return x + 1\n")
+    foreign: dict = {}
+    exec(compile((tmp_path / "batch.py").read_text(), str(tmp_path / "elsewhere.py"), "exec"), foreign)
+    assert foreign["f"].__code__ == scope["f"].__code__
+    with Recorder() as recorder:
+        foreign["f"](torch.zeros(2))
+        scope["f"](torch.zeros(3))
+        foreign["f"](torch.zeros(4))
+    assert [call.values[0].sizes for call in recorder.calls] == [(3,)]
+
+
+def test_what_a_call_can_be_asked_for_by(step):
+    _, recorder = step
+    names = {call.path: call.names for call in recorder.walk() if call.path.startswith("layers.1.self_attn")}
+    assert names["layers.1.self_attn.qkv_proj"] == ("Linear.forward", "Linear", "qkv_proj")
+    assert names["layers.1.self_attn.apply_rope"] == ("apply_rope", "apply_rope", "rope")
+
+
+def test_times_nest(step):
+    _, recorder = step
+    for call in recorder.walk():
+        assert call.elapsed_ns > 0
+        assert sum(child.elapsed_ns for child in call.children) <= call.elapsed_ns
+        assert all(call.started_ns <= child.started_ns <= child.ended_ns <= call.ended_ns for child in call.children)
+
+
+def test_a_failing_call_leaves_the_operators_watch_as_it_was():
+    norm = RMSNorm(4, 1e-5)
+    with pytest.raises(RuntimeError), Recorder(kernels=True) as recorder:
+        norm(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert [kernel for _, kernel in recorder.calls[0].children[0].kernels or ()] == ["aten.add -> [2,3]"]

@@ -1,21 +1,45 @@
-"""The text: at most 100 columns, ASCII, nothing lost between the rows and the totals."""
+"""The text: within its width, ASCII, nothing lost between the rows and the totals."""
 
 import re
-from pathlib import Path
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from tinyllm.shapes import evaluate
+from tinyllm.trace.record import AnswerRecord, RunRecord, Stats
 from tinyllm.trace.terminal import (
     WIDTH,
     Options,
+    near_stages,
     render_completions,
     render_header,
+    render_next,
     render_prompts,
+    render_run,
     render_step,
+    render_totals,
+    stage_names,
+    total_up,
 )
-from tinyllm.trace.terminal.text import cut_to, show_list, show_number, show_runs
+from tinyllm.trace.terminal.rows import sum_costs
+from tinyllm.trace.terminal.stage_view import is_stage
+from tinyllm.trace.terminal.text import (
+    cut_to,
+    elide,
+    fold_words,
+    show_decimal,
+    show_list,
+    show_number,
+    show_runs,
+    strip_annotation,
+    with_symbols,
+)
+from tinyllm.trace.terminal.totals import bytes_by_storage
 
-README = Path(__file__).parents[2] / "README.md"
+WIDTHS = [60, 79, 80, 99, 100, 120, 138, 140, 160, 200]
+VIEWS = [{}, {"full": True}, {"layers": (1,)}, {"layers": (0, 1)}, {"layers": (0, 1), "full": True}, {"step": 1},
+         {"op": "attend"}, {"op": "rms_norm", "layers": (0, 1), "ridge": 8.2}, {"ridge": 1.0}]  # fmt: skip
 
 
 def render(steps, **options) -> list[list[str]]:
@@ -23,22 +47,50 @@ def render(steps, **options) -> list[list[str]]:
     return [list(render_step(step, previous, Options(**options))) for step, previous in pairs]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"full": True}, {"layers": (1,)}, {"layers": (0, 1)}, {"layers": (0, 1), "full": True}]
-)
-def test_lines_are_ascii_and_fit(traced, options):
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_lines_are_ascii_and_fit(traced, view, width):
     llm, steps = traced
-    lines = [line for step in render(steps, **options) for line in step]
-    lines += render_header(["title"], {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
+    options = Options(**view, width=width)
+    lines = [line for step in render(steps, **view, width=width) for line in step]
+    lines += render_header(["title"], {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()}, options)
+    lines += [*render_totals(total_up(steps), options), *render_next(["--full", "--op attend"] * 9, options)]
     for line in lines:
-        assert len(line) <= WIDTH and line.isascii() and line == line.rstrip(), line
+        assert len(line) <= width and line.isascii() and line == line.rstrip(), line
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_width_loses_no_row_and_cuts_no_dimension(traced, width):
+    """Narrower rows say less, but the same rows are there, with the same FLOPs and bytes; no shape ends in dots."""
+    _, steps = traced
+    for lines, usual in zip(render(steps, width=width), render(steps), strict=True):
+        kinds, usual_kinds = (
+            [line[:17].split()[:3] for line in text if line[0] in "PMERGWV="] for text in (lines, usual)
+        )
+        assert kinds[1:] == usual_kinds[1:]
+        assert not [line for line in lines if re.search(r"\[[^\]]*\.\.\.", line) and line[0] in "MERGWV"]
+        if 80 <= width <= 100:
+            ends = [line.split()[-3:] for line in lines if line[0] in "MERGW"]
+            assert ends == [line.split()[-3:] for line in usual if line[0] in "MERGW"]
+
+
+def test_below_80_columns_a_row_has_symbols_alone_and_from_139_its_source(traced):
+    _, steps = traced
+    rows = {
+        width: next(line for line in render(steps, width=width)[0] if "| qkv_proj" in line)
+        for width in (79, 80, 139, 200)
+    }
+    assert "[T,H]@[H,qkv]" in rows[79] and "[4,64]" not in rows[79]
+    assert "[T,H]@[H,qkv]" in rows[80] and "[4,64]" in rows[80]
+    assert re.search(r"  layers/linear\.py:\d+$", rows[139])
+    assert re.search(r"  layers/linear\.py:\d+ +Multiply each row by the weight$", rows[200])
 
 
 def test_a_prefill_shows_one_layer_in_full_and_folds_the_others(traced):
     _, steps = traced
     lines = render(steps)[0]
     text = "\n".join(lines)
-    assert "layer 0 of 2" in text and "layer 1" in text and "layer 1 of 2" not in text
+    assert "\n= layer 0 of 2 " in text and "layer 1" in text and "layer 1 of 2" not in text
     for row in ("qkv_proj", "rope q", "rope k", "write_kv", "gather_kv A", "attend A", "o_proj", "gate_up_proj",
                 "silu_and_mul", "down_proj", "gather_rows", "lm_head", "sample", "cu_seqlens_q", "block_table"):  # fmt: skip
         assert sum(row in line for line in lines) >= 1, row
@@ -60,7 +112,6 @@ def test_a_decode_step_shows_what_differs_and_counts_the_rest(traced):
     text = "\n".join(decode)
     assert "attend A" in text and "attend B" in text and "as before" in text
     assert not re.search(r"^M \| qkv_proj", text, re.M)
-    assert re.search(r"! 1\.\d\dx the FLOPs of step 2, 1\.\d\dx its bytes", text)
 
 
 def test_full_shows_every_row_of_every_step(traced):
@@ -91,6 +142,225 @@ def test_a_chunk_says_that_its_token_is_thrown_away(traced):
     first = "\n".join(render(steps)[0])
     assert "A new +4 " in first and "4 of the 5 tokens left" in first and "thrown away" in first
     assert "0 tokens out" in first
+
+
+# --- views ----------------------------------------------------------------------------------------------------------------
+
+
+def test_full_shows_the_statement_that_made_each_local_and_the_formulas(traced):
+    llm, steps = traced
+    text = "\n".join(render(steps, full=True)[0])
+    assert re.search(
+        r"^  \|\. formula +FLOP 2\*T\*Hin\*Hout  read e\*\(T\*Hin\+Hin\*Hout\)  write e\*T\*Hout$", text, re.M
+    )
+    assert re.search(
+        r"^  \|\. mean_square \[T,1\]=\[4,1\]  = x_float\.pow\(2\)\.mean\(dim=-1, keepdim=True\)$", text, re.M
+    )
+    assert re.search(r"^  \|\. first +\[T,nq,d/2\].* first, second|= x\.float\(\)\.chunk\(2, dim=-1\)$", text, re.M)
+    if llm.loaded.attention == "reference":
+        assert '= einsum(grouped_q, k, "s nk g d, S nk d -> nk g s S")' in text
+
+
+def test_one_step_is_shown_whole_and_the_others_in_one_line(traced):
+    _, steps = traced
+    views = render(steps, step=2)
+    assert [len(view) == 1 for view in views] == [index != 2 for index in range(len(steps))]
+    assert views[0][0].startswith("= step 0 ") and "4 tokens in, 0 out" in views[0][0]
+    assert "as before" not in "\n".join(views[2]) and any("| qkv_proj" in line for line in views[2])
+
+
+def test_a_stage_is_shown_with_its_formulas_source_summary_and_tensors(traced):
+    _, steps = traced
+    lines = render(steps, op="qkv_proj", ridge=8.2)[0]
+    facts = {line[5:18].strip(): line[18:] for line in lines if line.startswith("  |. ")}
+    assert list(facts) == ["what", "source", "FLOPs", "reads", "writes", "intensity", "x", "weight", "result"]
+    assert facts["what"].startswith("Multiply each row by the weight")
+    assert re.fullmatch(r"tinyllm/layers/linear\.py:\d+", facts["source"])
+    assert facts["FLOPs"] == "2*num_tokens*in_size*out_size = 2*4*64*128 = 65536 (exact)"
+    assert facts["reads"] == "e*(num_tokens*in_size+in_size*out_size) = 4*(4*64+64*128) = 33792"
+    assert facts["weight"] == "[qkv,H]=[128,64] float32  32.8kB weight  = self.weight"
+    assert facts["intensity"] == "1.83 FLOPs per byte < ridge 8.2: memory-bound"
+    assert sum(line.startswith("M 0 qkv_proj ") and line.endswith(" m") for line in lines) == 1
+
+
+def test_the_formulas_with_numbers_give_the_costs(traced):
+    _, steps = traced
+    names = {operation.label for step in steps for operation in step.operations}
+    num_checked = 0
+    for name in sorted(names):
+        for lines in render(steps, op=name, width=200):
+            for line in lines:
+                match = re.match(r"  \|\. (?:FLOPs|reads|writes) +\S+ = (\S+) = (\d+)\b", line)
+                if match:
+                    assert evaluate(match[1], {}) == int(match[2]), line
+                    num_checked += 1
+    assert num_checked > 100
+
+
+def test_an_equal_layer_refers_to_the_first_one(traced):
+    _, steps = traced
+    lines = render(steps, op="down_proj", layers=(0, 1))[0]
+    assert [line[:13].strip() for line in lines if line.startswith("M ")] == ["M 0 down_proj", "M 1 down_proj"]
+    assert lines[-1].strip() == "all as in layer 0"
+    assert sum("|. weight" in line for line in lines) == 1
+
+
+def test_every_row_has_a_name_that_op_takes(traced):
+    _, steps = traced
+    for operation in (operation for step in steps for operation in step.operations):
+        assert near_stages(operation.label) == [], operation.label
+        assert is_stage(operation, operation.label) and is_stage(operation, operation.function)
+    assert near_stages("Attend A") == near_stages("ROPE q") == near_stages("Linear") == []
+    assert near_stages("atend")[0] == "attend" and near_stages("qkv")[0] == "qkv_proj"
+    assert near_stages("???") == stage_names()
+
+
+def test_a_stage_that_a_step_has_not_is_said(traced):
+    _, steps = traced
+    assert render(steps, op="apply_min_p")[0][-1].strip() == "no row apply_min_p in this step and these layers"
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_s_totals_are_the_sums_of_its_steps(traced):
+    _, steps = traced
+    totals = total_up(steps)
+    lines = list(render_totals(totals, Options()))
+    flops, num_bytes = sum(step.flops for step in steps), sum(step.num_bytes for step in steps)
+    tokens = sum(step.dims["num_tokens"] for step in steps)
+    assert lines[0].startswith(f"= run total      {len(steps)} steps: {tokens} tokens in, 6 out ")
+    assert lines[0].split()[-3:] == [show_number(flops), show_number(num_bytes), f"{flops / num_bytes:.1f}"]
+    assert f"ledger: {sum(step.num_compared for step in steps)} sizes agree" in lines[0]
+    rows = [line.split() for line in lines[3:-1]]
+    assert [row[0] for row in rows] == list(dict.fromkeys(step.phase for step in steps)) == ["prefill", "decode"]
+    assert sum(int(row[1]) for row in rows) == len(steps) and sum(int(row[2]) for row in rows) == tokens
+    assert all(98 <= sum(int(share.strip("<%")) for share in row[-3:]) <= 102 for row in rows)
+    assert lines[-1].startswith("! a token of decode moves ")
+
+
+def test_a_run_of_one_phase_is_compared_with_nothing(traced):
+    _, steps = traced
+    assert len(list(render_totals(total_up(steps[:1]), Options()))) == 1
+    assert list(render_totals(total_up([]), Options())) == []
+
+
+def test_the_bytes_of_a_row_are_told_by_what_is_moved(traced):
+    _, steps = traced
+    shares = {operation.label: bytes_by_storage(operation) for operation in steps[0].operations}
+    for operation in (operation for step in steps for operation in step.operations):
+        assert sum(bytes_by_storage(operation).values()) == operation.num_bytes
+        assert min(bytes_by_storage(operation).values()) >= 0
+    assert shares["qkv_proj"]["weights"] == 4 * 64 * 128, "the whole matrix"
+    assert shares["embed_tokens"]["weights"] == 4 * 4 * 64, "four rows of the table"
+    assert shares["write_kv"]["KV"] == 2 * 4 * 4 * 32 and shares["write_kv"]["weights"] == 0
+    assert shares["gather_kv"]["KV"] > 0 == shares["attend"]["KV"], "attention reads the gathered copies"
+
+
+def test_a_ridge_says_what_the_time_goes_into(traced):
+    _, steps = traced
+    (low,), (high,) = (
+        [line for line in render(steps, ridge=ridge)[0] if "step 0 total" in line] for ridge in (9.5, 0.1)
+    )
+    assert re.search(r" memory-bound \(1\.\d < ridge 9\.5\) ", low)
+    assert re.search(r" compute-bound \(1\.\d > ridge 0\.1\) ", high)
+    assert sum_costs([steps[0]]).bound_us(2.0, 1e6) == max(steps[0].num_bytes, steps[0].flops / 2)
+
+
+def test_kv_bytes_are_per_token_of_this_step_and_of_all_blocks(traced):
+    llm, steps = traced
+    each = llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots
+    (row,) = [line for line in render(steps)[0] if line.startswith("P kv bytes")]
+    numbers = [
+        each,
+        4 * each,
+        2 * each * steps[0].schedule.num_used_blocks,
+        2 * each * (steps[0].schedule.num_blocks - 1),
+    ]
+    assert re.findall(r"([\d.]+[kMG]?)B\b", row) == [show_number(number) for number in numbers]
+
+
+# --- what a recorder may add ----------------------------------------------------------------------------------------------
+
+
+def test_the_residual_stream_is_one_line_whatever_the_width(traced, monkeypatch):
+    _, steps = traced
+    assert not any("residual rms" in line for line in render(steps)[0])
+    grown = [replace(step, residual_rms=tuple(2.0 + 13 * i for i in range(30))) for step in steps]
+    for width in WIDTHS:
+        (row,) = [line for line in render(grown, width=width)[0] if "residual rms" in line]
+        numbers = row.split("places")[1].split()
+        assert len(row) <= width and numbers[0] == "2" and numbers[-1] == "379"
+        assert ("..." not in numbers) == (len(numbers) == 30) == (width == 200)
+
+
+def test_measured_times_stand_beside_the_least_that_is_possible(traced):
+    _, steps = traced
+    timed = [replace(steps[0], operations=tuple(replace(o, time_us=10.0) for o in steps[0].operations))]
+    count = len(steps[0].operations)
+    assert render(timed)[0] == render(steps[:1])[0], "only with has_time"
+    for width in WIDTHS:
+        (lines,) = render(timed, has_time=True, ridge=2.0, bandwidth=1e9, width=width)
+        total = next(line for line in lines if "step 0 total" in line).split()
+        assert all(len(line) <= width for line in lines)
+        if width < 80:
+            assert total[-1] == show_number(10 * count)
+        else:
+            assert total[-2] == show_number(10 * count)
+            assert total[-1] == show_number(1e-3 * max(steps[0].num_bytes, steps[0].flops / 2))
+
+
+def test_values_are_told_of_each_tensor_where_they_are_known(traced):
+    _, steps = traced
+    stats = Stats(-1.234, 1234.5, 0.00123, 0.98, 3, (((0, 7), 1234.5), ((1, 2), 5.0)), (0.25,) * 90)
+    nothing = Stats(None, None, None, None, 6, (), ())
+    operations = []
+    for operation in steps[0].operations:
+        tensors = {n: replace(t, stats=nothing if n == "x" else stats) for n, t in operation.tensors.items()}
+        operations.append(replace(operation, tensors=tensors, kernels=("aten.mm -> [2,3]", "aten.t")))
+    step = replace(steps[0], operations=tuple(operations))
+    (lines,) = render([step], op="down_proj", has_values=True)
+    texts = [line.strip() for line in lines]
+    assert texts.count("-1.2..1234  mean 0.0012  rms 0.98  not finite: 3") == 2
+    assert texts.count("?..?  mean ?  rms ?  not finite: 6") == 1
+    assert texts.count("largest 1234 at [0,7]  5 at [1,2]") == 2
+    assert sum(text.startswith("last row 0.25 0.25 ") and " ... 0.25" in text for text in texts) == 2
+    assert "|. torch        aten.mm -> [2,3]; aten.t;" in texts
+    for width in WIDTHS:
+        assert all(len(line) <= width for line in render([step], op="attend", has_values=True, width=width)[0])
+
+
+def test_a_step_that_failed_shows_what_came_before_it(traced):
+    _, steps = traced
+    failed = replace(steps[0], failure="layers.1.mlp (mlp.py:20): RuntimeError: no\nmemory", batch_values={}, batch={},
+                     operations=steps[0].operations[:5])  # fmt: skip
+    text = "\n".join(render([failed])[0])
+    assert "! the step ended here: layers.1.mlp (mlp.py:20): RuntimeError: no\\nmemory" in text
+    assert "token_ids" not in text and "sampled" not in text
+
+
+# --- other signs ----------------------------------------------------------------------------------------------------------
+
+
+def test_unicode_changes_signs_and_nothing_else(traced):
+    _, steps = traced
+    for ascii_lines, lines in zip(render(steps), render(steps, is_unicode=True), strict=True):
+        assert any("\N{RIGHTWARDS ARROW}" in line for line in lines) and "->" not in "".join(lines)
+        plain = [line.translate({0x2502: "|", 0x2550: "=", 0x251C: "|"}) for line in lines]
+        assert [len(line) <= WIDTH for line in plain] == [True] * len(ascii_lines)
+        assert [line.split()[-1] for line in plain] == [line.split()[-1] for line in ascii_lines]
+
+
+def test_a_whole_run_is_its_parts(traced):
+    llm, steps = traced
+    run = RunRecord("tiny", "float32", "", (2, 2, 8, 2, 4, 8), 123456, llm.loaded.config.dims(), (), tuple(steps),
+                    (AnswerRecord("A", "text", (1,), "stop", 0),), prefix_caching=False)  # fmt: skip
+    text = "\n".join(render_run(run))
+    assert text.startswith(
+        "tiny  float32\npool   KV cache [L,2,NB,bs,nk,d]=[2,2,8,2,4,8] 0.1MB; block 0 is the null block"
+    )
+    assert all("\n".join(step) in text for step in render(steps))
+    assert "; no prefix caching\n" in text and text.endswith("\nA stop: 'text'")
 
 
 def test_tokens_cannot_move_the_cursor_and_wide_ones_are_measured():
@@ -127,3 +397,30 @@ def test_lists_andshow_runs():
     assert show_list(range(20)) == "[0,1,2,3,4,...,18,19]"
     assert show_runs([4, 5, 6, 12, 20, 21]) == "4..6,12,20..21"
     assert cut_to("abcdefgh", 6) == "abc..."
+
+
+def test_texts_fold_between_words_and_lists_leave_out_their_middle():
+    assert list(fold_words("dims   ", ["a=1 b", "c=2 d", "e" * 30], 20)) == [
+        "dims   a=1 b  c=2 d",
+        "       eeeeeeeeee...",
+    ]
+    assert elide(list("abcdefghij"), 11, " ") == "a b ... i j"
+    assert elide(list("abcd"), 7, " ") == "a b c d"
+    widths = [len(show_list(range(1000), width)) for width in range(30, 60)]
+    assert all(size <= width for size, width in zip(widths, range(30, 60), strict=True))
+    assert all(0 <= later - size <= 5 for size, later in pairwise(widths))
+
+
+def test_statements_and_formulas_in_symbols():
+    assert strip_annotation('y: Float[Tensor, "num_tokens 1"] = f( x, dim=-1, )', "y") == "= f(x, dim=-1)"
+    assert strip_annotation("q, k, v = heads.split([1, 2])", "k") == "= heads.split([1, 2])"
+    assert strip_annotation("del x", "x") == "del x"
+    assert with_symbols("2*num_tokens*q_size+e") == "2*T*nq*d+e"
+    assert [show_decimal(v) for v in (0, 0.01234, -2.06, 42.3, 423.4, 1e9)] == [
+        "0",
+        "0.012",
+        "-2.1",
+        "42",
+        "423",
+        "1e+09",
+    ]

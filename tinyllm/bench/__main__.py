@@ -8,7 +8,10 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -18,13 +21,15 @@ from tinyllm.console import run
 from tinyllm.llm import LLM
 from tinyllm.request import SamplingParams
 from tinyllm.shapes import checking
-from tinyllm.trace import Ledger, Recorder
-from tinyllm.trace.collect import collect_operations
+from tinyllm.trace import Recorder, Trace, trace
+from tinyllm.trace.terminal import render_run
 from tinyllm.weights.load import LoadedModel, build_decoder, load_model
 
 PROMPTS = ["The capital of France is", "Water boils at 100 degrees"]
 ROUNDS = 15
 MAX_TOKENS = 400
+NUM_DECODES = 8
+MAX_STEP_RATIO, MAX_RUN_SECONDS, MAX_RENDER_SECONDS = 1.7, 1, 0.5  # what tracing may cost
 PASSAGE = (
     "Water boils at 100 degrees and freezes at 0. A kettle of it takes some minutes and a cup of it less; a lake never "
     "boils, as the sun is too far away."
@@ -61,34 +66,96 @@ class Steps:
         """One prefill of both prompts, 13 tokens."""
         self.start()
 
-    def traced(self, step: Callable[[], None], has_records: bool) -> None:
-        """A step under the recorder; with records also the ledger and the rows."""
-        with Recorder() as recorder:
-            step()
-        if has_records:
-            ledger = Ledger({**self.llm.loaded.config.dims(), **self.llm.engine.cache_config.dims()})
-            ledger.check(recorder.calls)
-            collect_operations(recorder.calls, ledger, ["A", "B"])
+    def run(self) -> None:
+        """Both prompts from their prefill to the end of `NUM_DECODES` decode steps."""
+        self.clear()
+        self.llm.generate(PROMPTS, SamplingParams(max_tokens=1 + NUM_DECODES, ignore_eos=True))
 
 
 def bench_overheads() -> None:
-    """A decode step and a prefill: unchecked, checked, traced."""
+    """A decode step and a prefill unchecked, checked and traced; then what a whole traced run costs."""
     loaded = load_model()
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         steps = Steps(loaded)
-        _bench_overhead("decode step, 2 requests", steps, steps.decode)
-        _bench_overhead("prefill, 13 tokens", steps, steps.prefill)
+        _bench_overhead("decode step, 2 requests", steps.decode)
+        _bench_overhead("prefill, 13 tokens", steps.prefill)
+        _bench_run(steps)
+    _bench_requests(steps)
 
 
-def _bench_overhead(title: str, steps: Steps, step: Callable[[], None]) -> None:
+def _bench_overhead(title: str, step: Callable[[], None]) -> None:
     variants = {
         "unchecked": lambda: _unchecked(step),
         "checked": step,
-        "traced": lambda: steps.traced(step, has_records=False),
-        "traced, ledger and records": lambda: steps.traced(step, has_records=True),
+        "recorder alone": lambda: _recorded(step),
+        "with trace(): ledger and records too": lambda: _traced(step),
     }
-    _print(render(f"{title}, {_threads()}", take_turns(variants, ROUNDS)))
+    timings = take_turns(variants, ROUNDS)
+    _print(render(f"{title}, {_threads()}", timings))
+    if "decode" in title:
+        ratio = timings[-1].median / timings[0].median
+        _print([f"  tracing a decode step: {ratio:.2f} times the unchecked one (target: at most {MAX_STEP_RATIO})"])
+
+
+def _bench_run(steps: Steps) -> None:
+    """What tracing adds to a run, what printing it takes, and that nothing of it stays."""
+    timings = take_turns({"unchecked": lambda: _unchecked(steps.run), "with trace()": lambda: _traced(steps.run)}, 5)
+    _print(render(f"prefill of 13 tokens and {NUM_DECODES} decode steps, {_threads()}", timings))
+    added = timings[1].median - timings[0].median
+    seen = _traced(steps.run)
+    begin = time.perf_counter()
+    num_lines = len(list(render_run(seen.run)))
+    rendering = time.perf_counter() - begin
+    visited = count_visited_frames(steps.decode)
+    assert visited == 0, f"tracing is off, and the recorder still sees {visited} frames"
+    _print([
+        f"  tracing the run: {added:.2f} s more than the unchecked one (target: at most {MAX_RUN_SECONDS:.0f} s)",
+        f"  printing its {num_lines} lines: {rendering:.2f} s (target: under {MAX_RENDER_SECONDS} s)",
+        f"  off: {visited} frames visited in a decode step",
+    ])  # fmt: skip
+
+
+def count_visited_frames(step: Callable[[], None]) -> int:
+    """How many frames a recorder that was on, and is off again, looks at during the step."""
+    visited = 0
+
+    class Counting(Recorder):
+        def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal visited
+            visited += 1
+            return super()._on_call(frame, event, _)
+
+    with Counting():
+        step()
+    assert visited > 100, "it counts"
+    visited = 0
+    step()
+    return visited
+
+
+def _bench_requests(steps: Steps) -> None:
+    """What a traced decode step costs with what is recorded on request only."""
+    asked: dict[str, dict[str, Any]] = {
+        "with trace()": {},
+        "residual=True": {"residual": True},
+        "times=True": {"times": True},
+        'values="attend"': {"values": "attend"},
+        "kernels=True": {"kernels": True},
+    }
+    variants = {name: lambda options=options: _traced(steps.decode, **options) for name, options in asked.items()}
+    _print(render(f"traced decode step and what is asked for, {_threads()}", take_turns(variants, ROUNDS)))
+
+
+def _recorded(step: Callable[[], None]) -> None:
+    with Recorder():
+        step()
+
+
+def _traced(step: Callable[[], None], **options: Any) -> Trace:
+    with trace(**options) as seen:
+        step()
+    return seen
 
 
 def _threads() -> str:

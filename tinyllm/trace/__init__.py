@@ -1,11 +1,12 @@
 """The tracer: what one prompt does to every dimension.
 
-``python -m tinyllm.trace "prompt"`` prints it; ``with trace() as recorder:`` records the calls made in a block.
+``python -m tinyllm.trace "prompt"`` prints it; ``with trace() as t: llm.generate("prompt")`` keeps it in `t`.
 """
 
+from tinyllm.trace.context import Trace
 from tinyllm.trace.ledger import Ledger, LedgerError
 from tinyllm.trace.recorder import Call, Recorder, TraceError, Value
 
-trace = Recorder
+trace = Trace
 
-__all__ = ["Call", "Ledger", "LedgerError", "Recorder", "TraceError", "Value", "trace"]
+__all__ = ["Call", "Ledger", "LedgerError", "Recorder", "Trace", "TraceError", "Value", "trace"]

@@ -1,30 +1,83 @@
 """From the recorder's calls to the rows of a step: stages with their costs, told in the model's own words."""
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import STAGES, count
+from tinyllm.trace.dims import FunctionSpec, Words
 from tinyllm.trace.ledger import Ledger
 from tinyllm.trace.record import Operation, TensorRecord
 from tinyllm.trace.recorder import PACKAGE, Call, Value
 
+Memo = dict[Any, Any]
+"""Rows and tensors that were met before, by all that they follow from: equal layers and steps share them."""
 
-def collect_operations(calls: Iterable[Call], ledger: Ledger, request_labels: Sequence[str]) -> tuple[Operation, ...]:
-    """Every stage of a step in order of time. The ledger must have checked the calls."""
+
+def collect_operations(
+    calls: Iterable[Call],
+    ledger: Ledger,
+    request_labels: Sequence[str],
+    memo: Memo | None = None,
+    has_times: bool = False,
+) -> tuple[Operation, ...]:
+    """Every stage of a step in order of time. The ledger must have checked the calls.
+
+    memo, kept from step to step, spares making what was made before. has_times gives each row its measured time: that
+    of its call without the stages inside it, which have rows of their own.
+    """
+    memo = {} if memo is None else memo
+    step = memo.setdefault(("sizes", *ledger.sizes.items()), {})
     operations: list[Operation] = []
 
-    def visit(call: Call, aliases: Mapping[str, str], request: str | None) -> None:
+    def visit(call: Call, aliases: Mapping[str, str], request: str | None) -> int:
+        """Collect the call; return the nanoseconds of the stages in it."""
         if call.name == "attend_request":
             request = request_labels[call.index]
-        for child in call.children:
-            visit(child, _unify(child, call, aliases), request)
-        if call.name in STAGES:
-            operations.append(_operation(call, aliases, ledger, request))
+        inner_ns = sum([visit(child, _unify(child, call, aliases), request) for child in call.children])
+        if call.name not in STAGES or call.has_failed:
+            return inner_ns
+        operation = _find_operation(call, aliases, ledger, request, step)
+        time_us = (call.elapsed_ns - inner_ns) / 1000 if has_times else None
+        operations.append(_with_requested(operation, call, time_us))
+        return call.elapsed_ns
 
     for root in calls:
         visit(root, {}, None)
     return tuple(operations)
+
+
+def _with_requested(operation: Operation, call: Call, time_us: float | None) -> Operation:
+    """The row with what was recorded on request only."""
+    if not call.is_measured and call.kernels is None and time_us is None:
+        return operation
+    tensors, kernels = operation.tensors, _kernels_of(call)
+    if call.is_measured:
+        stats = {value.name: value.stats for value in call.values}
+        tensors = {name: replace(tensor, stats=stats.get(name)) for name, tensor in tensors.items()}
+    return replace(operation, tensors=tensors, kernels=kernels, time_us=time_us)
+
+
+def _kernels_of(call: Call) -> tuple[str, ...]:
+    """The operators of the call and of its helpers, in order of time; a stage inside it lists its own."""
+    found: list[tuple[int, str]] = []
+
+    def visit(call: Call) -> None:
+        found.extend(call.kernels or ())
+        for child in call.children:
+            if child.name not in STAGES:
+                visit(child)
+
+    visit(call)
+    return tuple(kernel for _, kernel in sorted(found))
+
+
+@functools.cache
+def _has_call_words(words: Words) -> bool:
+    return any(word in WORDS and WORDS[word].scope == "call" for word in words)
 
 
 def _unify(child: Call, parent: Call, parent_aliases: Mapping[str, str]) -> dict[str, str]:
@@ -35,7 +88,7 @@ def _unify(child: Call, parent: Call, parent_aliases: Mapping[str, str]) -> dict
     """
     aliases: dict[str, str] = {}
     for value in child.values:
-        if value.role not in ("argument", "result") or value.words is None:
+        if value.words is None or not _has_call_words(value.words) or value.role not in ("argument", "result"):
             continue
         twin = next((theirs for theirs in parent.values if _is_same(value, theirs, child.line)), None)
         if twin is None or twin.words is None:
@@ -54,13 +107,41 @@ def _is_same(value: Value, theirs: Value, call_line: int) -> bool:
     return theirs.role in ("local", "result")
 
 
-def _operation(call: Call, aliases: Mapping[str, str], ledger: Ledger, request: str | None) -> Operation:
+def _find_operation(
+    call: Call, aliases: Mapping[str, str], ledger: Ledger, request: str | None, step: Memo
+) -> Operation:
+    """The call's row, which an equal call at the same place of an earlier step may have had, or another layer's."""
+    facts = [(v.name, v.words, v.sizes, v.dtype, v.storage, v.is_contiguous) for v in call.values]
+    views, label = tuple(_views_of(call)), _label(call)
+    key = id(call.spec), label, request, tuple(facts), views, tuple(aliases.items()), tuple(call.ints.items())
+    by_path = step.get(key)
+    if by_path is None:
+        by_path = step[key] = {}
+    if call.path not in by_path:
+        twin = next(iter(by_path.values()), None)
+        if twin is None:
+            operation = _operation(call, aliases, ledger, request, label, views)
+        else:
+            operation = Operation(**{**vars(twin), "path": call.path, "layer": _layer_of(call.path)})
+        by_path[call.path] = operation
+    return by_path[call.path]
+
+
+def _operation(
+    call: Call,
+    aliases: Mapping[str, str],
+    ledger: Ledger,
+    request: str | None,
+    label: str,
+    views: Sequence[str | None],
+) -> Operation:
     stage, sizes = STAGES[call.name], ledger.sizes_of(call)
-    tensors = {value.name: _tensor(value, call, aliases) for value in call.values if value.words is not None}
+    pairs = [(value, view) for value, view in zip(call.values, views, strict=True) if value.words is not None]
+    tensors = {value.name: _tensor(value, call, aliases, view) for value, view in pairs}
     sizes["e"] = _element_size(call)
     return Operation(
         path=call.path,
-        label=_label(call),
+        label=label,
         function=call.name,
         stage=stage,
         layer=_layer_of(call.path),
@@ -88,7 +169,7 @@ def _is_input(value: Value) -> bool:
     return value.role == "argument" or (value.role == "local" and value.storage == "weight")
 
 
-def _tensor(value: Value, call: Call, aliases: Mapping[str, str]) -> TensorRecord:
+def _tensor(value: Value, call: Call, aliases: Mapping[str, str], view_of: str | None) -> TensorRecord:
     words = tuple(aliases.get(word, word) for word in value.words or ())
     return TensorRecord(
         value.name,
@@ -98,17 +179,32 @@ def _tensor(value: Value, call: Call, aliases: Mapping[str, str]) -> TensorRecor
         value.num_bytes,
         value.storage,
         value.is_contiguous,
-        _view_of(value, call),
+        view_of,
+        value.line,
+        _statement(call.spec, value.line) if value.role == "local" else "",
     )
 
 
-def _view_of(value: Value, call: Call) -> str | None:
-    """The argument of the same frame whose storage it shares. Across frames addresses are reused: never said."""
-    if value.role == "argument":
-        return None
-    owners = [v for v in call.values if v.role == "argument" and v.storage_identity == value.storage_identity]
-    owners.sort(key=lambda owner: owner.storage_offset != value.storage_offset)  # k and v may share one storage
-    return owners[0].name if owners else None
+def _statement(spec: FunctionSpec, line: int) -> str:
+    """The statement that begins on a line, its lines joined: until its brackets are closed."""
+    text = spec.source_of(line)
+    while sum(map(text.count, "([{")) > sum(map(text.count, ")]}")) and line < len(spec.source_lines):
+        line += 1
+        text += " " + spec.source_of(line)
+    return text
+
+
+def _views_of(call: Call) -> Iterator[str | None]:
+    """For each value the argument whose storage it shares. Across frames addresses are reused: never said."""
+    arguments = [value for value in call.values if value.role == "argument"]
+    storages = {value.storage_identity for value in arguments}
+    for value in call.values:
+        if value.role == "argument" or value.storage_identity not in storages:
+            yield None
+        else:
+            owners = [owner for owner in arguments if owner.storage_identity == value.storage_identity]
+            owners.sort(key=lambda owner: owner.storage_offset != value.storage_offset)  # k and v may share one storage
+            yield owners[0].name
 
 
 def _label(call: Call) -> str:
@@ -125,6 +221,7 @@ def _label(call: Call) -> str:
     return name
 
 
+@functools.cache
 def _layer_of(path: str) -> int | None:
     parts = path.split(".")
     return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit() else None

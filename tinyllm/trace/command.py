@@ -1,84 +1,34 @@
-"""The trace command: its options, and what it prints where."""
+"""The trace command: a run, and the outputs that follow it step by step."""
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TextIO
+from dataclasses import replace
+from typing import TextIO
 
 from rich.console import Console
-from rich.text import Text
 
-from tinyllm.config import CacheConfig
-from tinyllm.console import Parser, file_path, working
-from tinyllm.errors import ConfigError, RequestError, brief
+from tinyllm.console import EXIT_ERROR, working
+from tinyllm.errors import ConfigError, RequestError
 from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons, how_far
-from tinyllm.options import (
-    add_options,
-    add_prompts,
-    make_requests,
-    naming_prompt,
-    read_prompts,
-    sampling_params,
-    whole_number,
-)
+from tinyllm.options import make_requests, naming_prompt, sampling_params
 from tinyllm.request import Request, SamplingParams
-from tinyllm.trace.record import StepRecord, sizes_by_symbol, to_symbol
+from tinyllm.trace.annotate import annotate, annotate_html, find_source, record_calls
+from tinyllm.trace.arguments import check_arguments, check_step, make_parser, view_options
+from tinyllm.trace.calibrate import measured_roofline
+from tinyllm.trace.dry_run import dry_run, parse_lens, read_config
+from tinyllm.trace.explain import explain
+from tinyllm.trace.outputs import HtmlOutput, JsonOutput, Output, TextOutput, terminal_width, write_run
+from tinyllm.trace.record import AnswerRecord, RunRecord, StepRecord
 from tinyllm.trace.recorder import self_test
-from tinyllm.trace.session import request_label, trace_steps
-from tinyllm.trace.terminal import WIDTH, Options, render_completions, render_header, render_prompts, render_step
-from tinyllm.trace.to_json import SCHEMA_ID, step_to_json
+from tinyllm.trace.session import prompt_record, request_label, trace_steps
+from tinyllm.trace.terminal import MAX_WIDTH, Options
+from tinyllm.trace.verify import import_transformers, verify
 from tinyllm.weights.load import LoadedModel, load_model
 
-EXAMPLES = """examples:
-  {prog} "The capital of France is"
-  {prog} "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
-  {prog} "Once upon a time" --max-num-batched-tokens 3        # chunked prefill
-  {prog} "The sky is blue and the" "The sky is blue and grass" --block-size 4     # shared blocks
-  {prog} "Once upon a time" "Hello" --block-size 4 --num-blocks 3     # too few blocks: a preemption
-  {prog} "Hello" --full --layers 0,29 --json trace.jsonl
-"""
-
-STYLES = {"=": "bold", "M": "cyan", "W": "yellow", "G": "green", "P": "bright_blue"}  # by kind letter
-
-
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The options of the trace command."""
-    parser = Parser(
-        prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES.format(prog=prog),
-        description="Print every dimension change of every step that turns a prompt into tokens, 100 columns wide.",
-    )  # fmt: skip
-    add_prompts(parser)
-    add_options(
-        parser, "--max-tokens", "--temperature", "--seed", "--ignore-eos", "--special", "--model", "--dtype",
-        "--attention", "--block-size", max_tokens=2, attention="reference",
-    )  # fmt: skip
-    parser.add_argument("--num-blocks", type=whole_number(2), metavar="N",
-                        help="KV blocks in the pool, the null block included; few of them force preemptions "
-                        "(default: as many as the prompts and their answers can need)")  # fmt: skip
-    parser.add_argument("--no-prefix-caching", action="store_true",
-                        help="share no blocks between prompts that begin with the same tokens")  # fmt: skip
-    parser.add_argument("--max-num-batched-tokens", type=whole_number(1), default=2048, metavar="N",
-                        help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
-    parser.add_argument("--layers", type=parse_layers, default="0", metavar="LIST",
-                        help="decoder layers to show row by row, such as 0,29 or all (default 0)")  # fmt: skip
-    parser.add_argument("--full", action="store_true", help="every row of every step, with every named tensor")
-    parser.add_argument("--json", type=file_path, metavar="FILE",
-                        help="also write the records as JSON lines; - prints them instead of the text")  # fmt: skip
-    return parser
-
-
-def parse_layers(text: str) -> tuple[int, ...] | None:
-    """``0,29`` as numbers; None for ``all``."""
-    if text == "all":
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected numbers such as 0,29, or all") from None
+DEFAULT_PROMPT = "The capital of France is"  # of --annotate, which needs some run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace") -> None:
@@ -86,25 +36,76 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace
     args = make_parser(prog).parse_args(argv)
     params = sampling_params(args)
     self_test()
-    args.prompts = read_prompts(args.prompts)
-    CacheConfig(args.block_size)
-    _check_json(args.json)
+    check_arguments(args)
+    if args.dry_run:
+        _run_dry(args)
+        return
+    if args.explain is not None:
+        lines = explain(args.explain)  # an unknown word is refused before the model is loaded
+        if not args.prompts:
+            print("\n".join(lines))
+            return
+    if args.annotate is not None:
+        args.prompts = args.prompts or [DEFAULT_PROMPT]
+        find_source(args.annotate)
+    if args.verify:
+        import_transformers()
     with working("loading the model"):
         loaded = load_model(args.model, args.dtype, args.attention)
-    options = Options(_check_layers(args.layers, loaded.config.num_layers), args.full)
     llm, requests = _prepare(loaded, args, params)
-    with _open_json(args.json) as json_file:
-        _trace(llm, requests, args, options, Output(json_file, is_text=args.json != "-"))
+    mode = _explain if args.explain else _annotate if args.annotate else _verify if args.verify else _trace
+    mode(llm, requests, args)
     check_finish_reasons(request.finish_reason for request in requests)
 
 
-def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    if layers is None:
-        return tuple(range(num_layers))
-    for layer in layers:
-        if not 0 <= layer < num_layers:
-            raise ConfigError(f"--layers names layer {layer}; this model has layers 0 to {num_layers - 1}")
-    return layers
+# --- instead of the trace -------------------------------------------------------------------------------------------------
+
+
+def _run_dry(args: argparse.Namespace) -> None:
+    config = read_config(args.config)
+    with working("running the shapes"):
+        run = dry_run(
+            config, *parse_lens(args.lens), block_size=args.block_size, dtype=args.dtype, attention=args.attention
+        )
+    options = view_options(args, config.num_layers, terminal_width(), None)
+    with contextlib.ExitStack() as files:
+        write_run(run, make_outputs(args, options, files))
+
+
+def _explain(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
+    steps = list(_watched(llm, requests, args))
+    check_step(args.step, len(steps))
+    print("\n".join(explain(args.explain, steps[args.step or 0])))
+
+
+def _annotate(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
+    layers = args.layers if args.layers is not None and args.layers != (0,) else (1,)
+    layer = min(layers[0], llm.loaded.config.num_layers - 1)
+    runs = record_calls(llm, [request.prompt_token_ids for request in requests], requests[0].params)
+    if args.html is None:
+        print("\n".join(annotate(args.annotate, runs, layer)))
+        return
+    with contextlib.ExitStack() as files:
+        _open(args.html, files).write(annotate_html(args.annotate, runs, layer))
+
+
+def _verify(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
+    with working("running both"):
+        found = verify(llm, [request.prompt_token_ids for request in requests])
+    print("\n".join(found.lines()))
+    if found.first_departure is not None:
+        raise SystemExit(EXIT_ERROR)
+
+
+def _trace(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
+    with working("measuring this machine"):
+        roofline = None if args.no_calibrate else measured_roofline()
+    options = view_options(args, llm.loaded.config.num_layers, terminal_width(), roofline)
+    with contextlib.ExitStack() as files:
+        trace_run(llm, requests, args, make_outputs(args, options, files))
+
+
+# --- the run --------------------------------------------------------------------------------------------------------------
 
 
 def _prepare(loaded: LoadedModel, args: argparse.Namespace, params: SamplingParams) -> tuple[LLM, list[Request]]:
@@ -143,65 +144,41 @@ def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
     return args.num_blocks
 
 
-def make_console() -> Console:
-    """rich for the terminal; a pipe or a file gets the bare text, whatever the environment says."""
-    is_terminal = sys.stdout.isatty()
-    return Console(
-        file=sys.stdout, markup=False, emoji=False, highlight=False,
-        width=WIDTH,  # lines are never wrapped; but a width of 0 from the environment would swallow them
-        force_terminal=is_terminal, color_system="auto" if is_terminal else None,
-        no_color=bool(os.environ.get("NO_COLOR")),  # an empty value does not count; rich before 14 counted it
-    )  # fmt: skip
+def start_run(llm: LLM, args: argparse.Namespace) -> RunRecord:
+    """What is known of the run before its first step."""
+    pool, config = llm.engine.kv_cache, llm.loaded.config
+    return RunRecord(
+        model=llm.loaded.path.name,
+        dtype=args.dtype,
+        attention=llm.loaded.attention,
+        kv_shape=tuple(pool.kv.shape),
+        kv_bytes=pool.num_bytes,
+        dims={**config.dims(), **llm.engine.cache_config.dims()},
+        prompts=tuple(prompt_record(llm, request_label(i), text, args.special) for i, text in enumerate(args.prompts)),
+        steps=(),
+        answers=(),
+        config_name=config.name,
+        prefix_caching=llm.engine.cache_config.enable_prefix_caching,
+    )
 
 
-@dataclass
-class Output:
-    """Where lines and records go."""
-
-    json_file: TextIO | None
-    is_text: bool
-    console: Console = field(default_factory=make_console)
-
-    def lines(self, lines: Iterator[str]) -> None:
-        """Print trace lines, coloured by kind at a terminal; never wrapped, never cut to the window, never markup."""
-        for line in lines if self.is_text else ():
-            style = STYLES.get(line[:1], "") if self.is_row(line) else ""
-            self.console.print(Text(line, style), soft_wrap=True, crop=False, overflow="ignore")
-
-    @staticmethod
-    def is_row(line: str) -> bool:
-        """Whether a line begins with a kind letter, and is not the answer of a request of that name."""
-        return line[:1] in STYLES and ": " not in line[:20]
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Write one JSON line."""
-        if self.json_file:
-            self.json_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+def trace_run(llm: LLM, requests: Sequence[Request], args: argparse.Namespace, outputs: Sequence[Output]) -> None:
+    """Run the requests to their end; every output hears of the start, each step and the end."""
+    run = start_run(llm, args)
+    for output in outputs:
+        output.start(run)
+    for step in _watched(llm, requests, args):
+        for output in outputs:
+            output.step(step)
+    run = replace(run, answers=tuple(_answers(llm, requests)))
+    for output in outputs:
+        output.end(run)
 
 
-def _trace(llm: LLM, requests: list[Request], args: argparse.Namespace, options: Options, output: Output) -> None:
-    dims = {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()}
-    output.record(_header(llm, args, dims))
-    output.lines(render_header(_titles(llm, args), dims))
-    output.lines(render_prompts(_encoded(llm, requests, args)))
-    steps: list[StepRecord] = []
-    for step in _watched(llm, requests):
-        output.lines(iter([""]))
-        output.lines(render_step(step, steps[-1] if steps else None, options))
-        output.record(step_to_json(step))
-        steps = [step]
-    completions = [llm.completion(request) for request in requests]
-    output.lines(iter([""]))
-    output.lines(render_completions((request_label(i), c.finish_reason, c.text) for i, c in enumerate(completions)))
-    output.record({"schema": SCHEMA_ID, "type": "footer", "num_steps": steps[-1].index + 1 if steps else 0,
-                   "completions": [{"id": request_label(i), "text": c.text, "token_ids": list(c.token_ids),
-                                    "finish_reason": c.finish_reason, "seed": c.seed}
-                                   for i, c in enumerate(completions)]})  # fmt: skip
-
-
-def _watched(llm: LLM, requests: list[Request]) -> Iterator[StepRecord]:
+def _watched(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> Iterator[StepRecord]:
     """The steps, with a word on stderr while each is computed."""
-    steps = trace_steps(llm, requests)
+    values = args.op if args.values else None
+    steps = trace_steps(llm, requests, values=values, residual=True, times=args.time, kernels=args.ops)
     while True:
         with working(how_far(requests)):
             step = next(steps, None)
@@ -210,56 +187,38 @@ def _watched(llm: LLM, requests: list[Request]) -> Iterator[StepRecord]:
         yield step
 
 
-def _titles(llm: LLM, args: argparse.Namespace) -> list[str]:
-    pool = llm.engine.kv_cache
-    shape = ",".join(map(str, pool.kv.shape))
-    caching = "" if llm.engine.cache_config.enable_prefix_caching else "; no prefix caching"
-    return [
-        f"{llm.loaded.path.name}  {args.dtype}  {llm.loaded.attention} attention",
-        f"pool   KV cache [L,2,NB,bs,nk,d]=[{shape}] {pool.num_bytes / 1e6:.1f}MB; block 0 is the null block{caching}",
-    ]
+def _answers(llm: LLM, requests: Sequence[Request]) -> Iterator[AnswerRecord]:
+    for i, completion in enumerate(map(llm.completion, requests)):
+        yield AnswerRecord(
+            request_label(i), completion.text, tuple(completion.token_ids), completion.finish_reason, completion.seed
+        )
 
 
-def _header(llm: LLM, args: argparse.Namespace, dims: dict[str, int]) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA_ID,
-        "type": "header",
-        "model": llm.loaded.config.name,
-        "dtype": args.dtype,
-        "attention": llm.loaded.attention,
-        "prefix_caching": llm.engine.cache_config.enable_prefix_caching,
-        "dims": sizes_by_symbol(dims),
-        "words": {to_symbol(word): word for word in dims if to_symbol(word).isidentifier()},
-        "conventions": {
-            "flops": "a multiply-add counts 2",
-            "bytes": "each operand moved once",
-            "attention": "causal-exact",
-        },
-        "prompts": list(args.prompts),
-    }
+# --- the outputs --------------------------------------------------------------------------------------------------------
 
 
-def _encoded(llm: LLM, requests: list[Request], args: argparse.Namespace) -> Iterator[tuple[str, str, list[list[str]]]]:
-    tokenizer = llm.tokenizer
-    for i, text in enumerate(args.prompts):
-        words = tokenizer.encode_words(text, parse_special=args.special)
-        pieces = [[tokenizer.token_text(token_id) for token_id in word.token_ids] for word in words]
-        begin = [[tokenizer.token_text(token_id)] for token_id in llm.loaded.bos_prefix]
-        yield request_label(i), text, [*begin, *pieces]
+def make_outputs(args: argparse.Namespace, options: Options, files: contextlib.ExitStack) -> list[Output]:
+    """What this command writes to; `files` closes what is opened for it."""
+    outputs: list[Output] = []
+    if args.json is not None:
+        outputs.append(JsonOutput(_open(args.json, files)))
+    if args.html is not None:
+        outputs.append(HtmlOutput(_open(args.html, files), options.ridge))
+    if "-" not in (args.json, args.html):
+        outputs.append(TextOutput(args, options, make_console()))
+    return outputs
 
 
-def _check_json(path: str | None) -> None:
-    """Refuse an unwritable path before the model is loaded; a file that is there stays whole until records come."""
-    if path is None or path == "-":
-        return
-    try:
-        open(path, "ab").close()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot write {brief(path)}: {reason}; give --json a writable file") from None
+def _open(path: str, files: contextlib.ExitStack) -> TextIO:
+    return sys.stdout if path == "-" else files.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
 
 
-def _open_json(path: str | None) -> contextlib.AbstractContextManager[TextIO | None]:
-    if path is None or path == "-":
-        return contextlib.nullcontext(None if path is None else sys.stdout)
-    return open(path, "w", encoding="utf-8", newline="\n")
+def make_console() -> Console:
+    """rich for the terminal; a pipe or a file gets the bare text, whatever the environment says."""
+    is_terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout, markup=False, emoji=False, highlight=False,
+        width=MAX_WIDTH,  # lines are never wrapped; but a width of 0 from the environment would swallow them
+        force_terminal=is_terminal, color_system="auto" if is_terminal else None,
+        no_color=bool(os.environ.get("NO_COLOR")),  # an empty value does not count; rich before 14 counted it
+    )  # fmt: skip

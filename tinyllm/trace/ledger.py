@@ -6,9 +6,12 @@ formula is compared with that as well.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tinyllm.shapes import WORDS, evaluate
 from tinyllm.trace.recorder import Call
+
+LOCAL_WORDS = frozenset(word.name for word in WORDS.values() if word.scope in ("request", "call"))
 
 
 class LedgerError(AssertionError):
@@ -26,22 +29,36 @@ class Ledger:
         self.sizes: dict[str, int] = dict(dims)
         self._origins: dict[str, str] = dict.fromkeys(dims, "the config")
         self._call_sizes: dict[int, dict[str, int]] = {}
+        self._checked: dict[Any, tuple[dict[str, int], int]] = {}  # equal calls: their words, and how many
         self.num_compared = 0
 
     def check(self, calls: Iterable[Call]) -> None:
         """Compare every word of every value in the calls and all that they called."""
         for root in calls:
             for call in root.walk():
-                self._check_call(call)
+                if not call.has_failed:  # a wrong shape that raised has been named by its error
+                    self._check_or_find(call)
 
     def sizes_of(self, call: Call) -> dict[str, int]:
         """Every word known inside a checked call, with its size."""
         return {**self.sizes, **self._call_sizes[id(call)]}
 
-    def _check_call(self, call: Call) -> None:
+    def _check_or_find(self, call: Call) -> None:
+        """A call whose every word has the size that it had in a checked one, with no size new since, is true like that."""
+        words = tuple([(value.words, value.sizes) for value in call.values])
+        key = len(self.sizes), words, tuple(call.ints.items())
+        if key in self._checked:
+            self._call_sizes[id(call)], num_compared = self._checked[key]
+            self.num_compared += num_compared
+            return
+        before = self.num_compared
+        sizes = self._call_sizes[id(call)] = self._check_call(call)
+        if key[0] == len(self.sizes):
+            self._checked[key] = sizes, self.num_compared - before
+
+    def _check_call(self, call: Call) -> dict[str, int]:
         local_sizes: dict[str, int] = {}
         local_origins: dict[str, str] = {}
-        self._call_sizes[id(call)] = local_sizes
         claims = [(name, name, size) for name, size in call.ints.items()]
         for value in call.values:
             if value.words is None:
@@ -52,10 +69,10 @@ class Ledger:
                 )
             claims += [(value.name, word, size) for word, size in zip(value.words, value.sizes, strict=True)]
         for name, word, size in claims:
-            is_local = word in WORDS and WORDS[word].scope in ("request", "call")
-            sizes, origins = (local_sizes, local_origins) if is_local else (self.sizes, self._origins)
+            sizes, origins = (local_sizes, local_origins) if word in LOCAL_WORDS else (self.sizes, self._origins)
             self._compare(call, name, word, size, sizes, origins)
         self._check_formulas(call, local_sizes)
+        return local_sizes
 
     def _compare(
         self, call: Call, name: str, word: str, size: int, sizes: dict[str, int], origins: dict[str, str]

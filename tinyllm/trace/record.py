@@ -4,12 +4,25 @@ collect.py builds its rows from the recorder's calls; every symbolic dimension i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import Stage
 from tinyllm.trace.dims import Words
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a tensor held, over all of its values; None where no value is finite."""
+
+    minimum: float | None  # these four are those of the finite values
+    maximum: float | None
+    mean: float | None
+    rms: float | None
+    num_not_finite: int  # such as a mask's -inf
+    largest: tuple[tuple[tuple[int, ...], float], ...]  # (index, value), the largest first
+    row: tuple[float, ...]  # the begin of the last row of the first head, or other leading index
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,9 @@ class TensorRecord:
     storage: str
     is_contiguous: bool
     view_of: str | None = None
+    line: int = 0  # of its last assignment; an argument's is that of the function
+    source: str = ""  # the statement that made a local, on one line
+    stats: Stats | None = field(default=None, compare=False)  # where asked for; equal layers stay equal with it
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -52,6 +68,8 @@ class Operation:
     bytes_written: int
     source: str  # "layers/norm.py:13"
     summary: str
+    time_us: float | None = field(default=None, compare=False)  # measured, where asked for
+    kernels: tuple[str, ...] = ()  # torch's operators below it, with the sizes they gave, where asked for
 
     @property
     def num_bytes(self) -> int:
@@ -210,6 +228,8 @@ class StepRecord:
     num_compared: int  # words that the ledger compared
     traced_ms: float  # wall time of the step, the recorder's own included
     kv_bytes_per_token: int
+    failure: str = ""  # where and with what error the step ended, where it did; the rows are those before it
+    residual_rms: tuple[float, ...] = ()  # of the residual stream behind each layer, where asked for
 
     @property
     def phase(self) -> str:
@@ -264,12 +284,16 @@ class RunRecord:
     model: str  # the file's or folder's name
     dtype: str
     attention: str
-    kv_shape: tuple[int, ...]  # of the pool, over the words num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim
+    kv_shape: tuple[
+        int, ...
+    ]  # of the pool, over the words num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim
     kv_bytes: int
     dims: Mapping[str, int]  # the checkpoint's and the pool's
     prompts: tuple[PromptRecord, ...]
     steps: tuple[StepRecord, ...]
     answers: tuple[AnswerRecord, ...]
+    config_name: str = ""  # what the model calls itself
+    prefix_caching: bool = True
 
 
 def to_symbol(word: str) -> str:

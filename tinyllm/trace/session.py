@@ -1,119 +1,198 @@
-"""Drive an engine step by step under the recorder and make a record of each step."""
+"""From one engine step, seen by a recorder, to its record; and a run whose steps come one by one."""
 
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from tinyllm.engine import StepOutput
+from tinyllm.engine import Engine, StepOutput
 from tinyllm.llm import LLM
 from tinyllm.request import Request
-from tinyllm.scheduler import ScheduledRequest
-from tinyllm.trace.collect import collect_operations
+from tinyllm.scheduler import Schedule, ScheduledRequest
+from tinyllm.tokenizer import Tokenizer
+from tinyllm.trace.collect import Memo, collect_operations
 from tinyllm.trace.decisions import STARTED_AS, History, count_left, read_schedule, request_label
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.record import Candidate, PrefixHit, RequestRecord, StepRecord, TensorRecord
+from tinyllm.trace.record import Candidate, PrefixHit, PromptRecord, RequestRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Call, Recorder
+from tinyllm.trace.values import Wanted
 
 NUM_CANDIDATES = 4
 BATCH_FIELDS = ("token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_table", "slot_mapping", "logits_indices")
 
 
-def trace_steps(llm: LLM, requests: Sequence[Request]) -> Iterator[StepRecord]:
+def trace_steps(
+    llm: LLM,
+    requests: Sequence[Request],
+    *,
+    values: Wanted | None = None,
+    residual: bool | None = None,
+    times: bool = False,
+    kernels: bool = False,
+) -> Iterator[StepRecord]:
     """Run the requests to their end; yield one checked record a step. Whoever stops listening gives them up.
+
+    values names functions or rows, such as ``attend`` or ``*_proj``, whose tensors get `stats`; residual asks for
+    `residual_rms` (None: where values are asked for); times for each row's `time_us`; kernels for its `kernels`.
 
     Raises RequestError before anything runs, and LedgerError where a dimension word has two sizes: then an annotation
     is false.
     """
     history = History({request.request_id: request_label(i) for i, request in enumerate(requests)})
+    reader = StepReader(llm.engine, llm.tokenizer, history, has_times=times)
+    has_residual = values is not None if residual is None else residual
     steps = llm.run(requests)
-    for index in itertools.count():
+    while True:
         start = time.perf_counter()
-        with Recorder() as recorder:
+        with Recorder(values=values, residual=has_residual, kernels=kernels) as recorder:
             output = next(steps, None)
         if output is None:
             return
-        yield _record(llm, index, recorder, output, history, 1000 * (time.perf_counter() - start))
+        yield reader.read(recorder.calls, output.schedule, output, 1000 * (time.perf_counter() - start))
 
 
-def _record(
-    llm: LLM, index: int, recorder: Recorder, output: StepOutput, history: History, traced_ms: float
-) -> StepRecord:
-    ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
-    ledger.check(recorder.calls)
-    schedule = output.schedule
-    labels = history.name(entry.request.request_id for entry in schedule.scheduled)
-    hits = history.read_hits(schedule, llm.engine.cache_config.block_size)
-    probabilities = torch.softmax(output.logits.float(), dim=-1)
-    return StepRecord(
-        index=index,
-        requests=tuple(
-            _request_record(llm, label, entry, hits.get(label), token_id, row)
-            for label, entry, token_id, row in zip(
-                labels, schedule.scheduled, output.sampled_token_ids, probabilities, strict=True
-            )
-        ),
-        schedule=read_schedule(schedule, llm.engine.scheduler, history),
-        batch=_batch_tensors(recorder),
-        batch_values={name: getattr(output.batch, name).tolist() for name in BATCH_FIELDS},
-        dims=ledger.sizes,
-        operations=collect_operations(recorder.calls, ledger, labels),
-        num_compared=ledger.num_compared,
-        traced_ms=traced_ms,
-        kv_bytes_per_token=llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots,
-    )
+@dataclass
+class StepReader:
+    """Makes records of an engine's steps. tokenizer None leaves the tokens' texts out."""
 
+    engine: Engine
+    tokenizer: Tokenizer | None
+    history: History = field(default_factory=History)
+    has_times: bool = False
+    _memo: Memo = field(default_factory=dict)  # rows that later steps may share
+    _indices: Iterator[int] = field(default_factory=itertools.count)
 
-def _batch_tensors(recorder: Recorder) -> dict[str, TensorRecord]:
-    build: Call = next(call for call in recorder.calls if call.name == "build_batch")
-    return {
-        value.name: TensorRecord(
-            value.name, value.words, value.sizes, value.dtype, value.num_bytes, value.storage, True
+    def read(
+        self, calls: Sequence[Call], schedule: Schedule, output: StepOutput | None, traced_ms: float
+    ) -> StepRecord:
+        """The record of the step that these calls made; output None is one that failed, of which the calls tell how.
+
+        Raises LedgerError where a dimension word has two sizes.
+        """
+        config, cache = self.engine.model.config, self.engine.cache_config
+        batch = output.batch if output else self.engine.build_batch(schedule)  # a failed step's once more
+        ledger = Ledger({**config.dims(), **cache.dims()})
+        ledger.check(calls)
+        labels = self.history.name(entry.request.request_id for entry in schedule.scheduled)
+        return StepRecord(
+            index=next(self._indices),
+            requests=self._read_requests(schedule, labels, output),
+            schedule=read_schedule(schedule, self.engine.scheduler, self.history),
+            batch=batch_tensors(calls),
+            batch_values={name: getattr(batch, name).tolist() for name in BATCH_FIELDS},
+            dims=ledger.sizes,
+            operations=collect_operations(calls, ledger, labels, self._memo, self.has_times),
+            num_compared=ledger.num_compared,
+            traced_ms=traced_ms,
+            kv_bytes_per_token=self.engine.kv_cache.num_bytes // cache.num_slots,
+            failure="" if output else _find_failure(calls),
+            residual_rms=residual_growth(calls),
         )
-        for value in build.values
-        if value.role == "field" and value.words
-    }
+
+    def _read_requests(
+        self, schedule: Schedule, labels: Sequence[str], output: StepOutput | None
+    ) -> tuple[RequestRecord, ...]:
+        hits = self.history.read_hits(schedule, self.engine.cache_config.block_size)
+        if output is None:
+            return tuple(
+                self._read_request(label, entry, hits.get(label), None, None)
+                for label, entry in zip(labels, schedule.scheduled, strict=True)
+            )
+        probabilities = torch.softmax(output.logits.float(), dim=-1)
+        rows = zip(labels, schedule.scheduled, output.sampled_token_ids, probabilities, strict=True)
+        return tuple(
+            self._read_request(label, entry, hits.get(label), token_id, row) for label, entry, token_id, row in rows
+        )
+
+    def _read_request(
+        self,
+        label: str,
+        entry: ScheduledRequest,
+        hit: PrefixHit | None,
+        token_id: int | None,
+        probabilities: Tensor | None,
+    ) -> RequestRecord:
+        request = entry.request
+        candidates = () if token_id is None or probabilities is None else self._candidates(probabilities)
+        is_chosen = token_id is not None and probabilities is not None and entry.samples
+        return RequestRecord(
+            label=label,
+            token_ids=entry.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=entry.num_computed_tokens,
+            num_left=count_left(entry),
+            block_size=self.engine.cache_config.block_size,
+            block_ids=entry.block_ids,
+            new_block_ids=entry.new_block_ids,
+            started_as=STARTED_AS[entry.started_as],
+            cut_by=entry.cut_by,
+            hit=hit,
+            samples=entry.samples,
+            state="finished" if request.status.is_finished else "running",
+            finish_reason=request.finish_reason,
+            chosen=self._candidate(token_id, probabilities) if is_chosen else None,  # type: ignore[arg-type]
+            candidates=candidates,
+            method=_method(request),
+        )
+
+    def _candidates(self, probabilities: Tensor) -> tuple[Candidate, ...]:
+        top = probabilities.topk(min(NUM_CANDIDATES, len(probabilities)))
+        return tuple(self._candidate(token_id, probabilities) for token_id in top.indices.tolist())
+
+    def _candidate(self, token_id: int, probabilities: Tensor) -> Candidate:
+        return Candidate(token_id, token_text(self.tokenizer, token_id), float(probabilities[token_id]))
 
 
-def _request_record(
-    llm: LLM,
-    label: str,
-    entry: ScheduledRequest,
-    hit: PrefixHit | None,
-    token_id: int | None,
-    probabilities: torch.Tensor,
-) -> RequestRecord:
-    request, params = entry.request, entry.request.params
-    top = probabilities.topk(min(NUM_CANDIDATES, len(probabilities)))
-    ids = [] if token_id is None else top.indices.tolist()
+def prompt_record(llm: LLM, label: str, text: str, parse_special: bool) -> PromptRecord:
+    """A prompt with the texts of its tokens, word by word."""
+    tokenizer = llm.tokenizer
+    words = tokenizer.encode_words(text, parse_special=parse_special)
+    pieces = [tuple(tokenizer.token_text(token_id) for token_id in word.token_ids) for word in words]
+    begin = [(tokenizer.token_text(token_id),) for token_id in llm.loaded.bos_prefix]
+    return PromptRecord(label, text, (*begin, *pieces))
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """The token's own text; its id in angle brackets where it has none."""
+    is_known = tokenizer is not None and token_id < tokenizer.vocab_size
+    return tokenizer.token_text(token_id) if is_known and tokenizer else f"<{token_id}>"
+
+
+def _method(request: Request) -> str:
+    params = request.params
     extras = "".join(
         f" {name}={getattr(params, name)}"
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
         if getattr(params, name) != off
     )
-    return RequestRecord(
-        label=label,
-        token_ids=entry.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=entry.num_computed_tokens,
-        num_left=count_left(entry),
-        block_size=llm.engine.cache_config.block_size,
-        block_ids=entry.block_ids,
-        new_block_ids=entry.new_block_ids,
-        started_as=STARTED_AS[entry.started_as],
-        cut_by=entry.cut_by,
-        hit=hit,
-        samples=entry.samples,
-        state="finished" if request.status.is_finished else "running",
-        finish_reason=request.finish_reason,
-        chosen=None if token_id is None or not entry.samples else _candidate(llm, token_id, probabilities),
-        candidates=tuple(_candidate(llm, candidate_id, probabilities) for candidate_id in ids),
-        method="greedy" if params.is_greedy else f"T={params.temperature:g}{extras} seed={request.seed}",
-    )
+    return "greedy" if params.is_greedy else f"T={params.temperature:g}{extras} seed={request.seed}"
 
 
-def _candidate(llm: LLM, token_id: int, probabilities: torch.Tensor) -> Candidate:
-    is_known = token_id < llm.tokenizer.vocab_size
-    text = llm.tokenizer.token_text(token_id) if is_known else f"<{token_id}>"
-    return Candidate(token_id, text, float(probabilities[token_id]))
+def batch_tensors(calls: Sequence[Call]) -> dict[str, TensorRecord]:
+    """The fields of the flat batch, as the call that built it shows them; none where it was not reached."""
+    build = next((call for call in calls if call.name == "build_batch"), None)
+    return {
+        value.name: TensorRecord(
+            value.name, value.words, value.sizes, value.dtype, value.num_bytes, value.storage, True
+        )
+        for value in (build.values if build else ())
+        if value.role == "field" and value.words
+    }
+
+
+def residual_growth(calls: Sequence[Call]) -> tuple[float, ...]:
+    """What each layer left of the residual stream, as its root mean square over all rows; none where not asked for."""
+    every = (call for root in calls for call in root.walk())
+    return tuple(call.residual_rms for call in every if call.residual_rms is not None)
+
+
+def _find_failure(calls: Sequence[Call]) -> str:
+    """Where the step ended and why, from the innermost call that raised: ``layers.3.mlp (layers/mlp.py:20): ...``."""
+    failed = [call for root in calls for call in root.walk() if call.has_failed]
+    if not failed:
+        return "outside the tensor functions"
+    call = failed[-1]  # calls keep time order, and a failed call has nothing after it
+    return f"{call.path or call.name} ({call.spec.file.name}:{call.spec.first_line}): {call.error}"

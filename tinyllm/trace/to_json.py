@@ -2,9 +2,56 @@
 
 from typing import Any
 
-from tinyllm.trace.record import Operation, RequestRecord, StepRecord, TensorRecord, sizes_by_symbol
+from tinyllm.trace.record import (
+    Operation,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    TensorRecord,
+    sizes_by_symbol,
+    to_symbol,
+)
 
 SCHEMA_ID = "tinyllm.trace/1"
+
+
+def run_to_json(run: RunRecord) -> list[dict[str, Any]]:
+    """All records of a run, in the order of the file: header, steps, footer."""
+    return [header_to_json(run), *map(step_to_json, run.steps), footer_to_json(run)]
+
+
+def header_to_json(run: RunRecord) -> dict[str, Any]:
+    """What the steps have in common; needs none of them."""
+    return {
+        "schema": SCHEMA_ID,
+        "type": "header",
+        "model": run.config_name or run.model,
+        "dtype": run.dtype,
+        "attention": run.attention,
+        "prefix_caching": run.prefix_caching,
+        "dims": sizes_by_symbol(run.dims),
+        "words": {to_symbol(word): word for word in run.dims if to_symbol(word).isidentifier()},
+        "conventions": {
+            "flops": "a multiply-add counts 2",
+            "bytes": "each operand moved once",
+            "attention": "causal-exact",
+        },
+        "prompts": [prompt.text for prompt in run.prompts],
+    }
+
+
+def footer_to_json(run: RunRecord) -> dict[str, Any]:
+    """What came out of the run."""
+    return {
+        "schema": SCHEMA_ID,
+        "type": "footer",
+        "num_steps": len(run.steps),
+        "completions": [
+            {"id": answer.label, "text": answer.text, "token_ids": list(answer.token_ids),
+             "finish_reason": answer.finish_reason, "seed": answer.seed}
+            for answer in run.answers
+        ],
+    }  # fmt: skip
 
 
 def step_to_json(step: StepRecord) -> dict[str, Any]:

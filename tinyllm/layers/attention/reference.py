@@ -16,6 +16,7 @@ def causal_mask(query_len: int, seq_len: int, device: torch.device) -> Bool[Tens
             [0, 0, 0, 0]], dtype=torch.int32)
     """
     assert query_len <= seq_len, f"{query_len} queries stand at the end of only {seq_len} keys"
+    is_allowed: Bool[Tensor, "query_len seq_len"]
     is_allowed = torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril(diagonal=seq_len - query_len)
     return ~is_allowed
 

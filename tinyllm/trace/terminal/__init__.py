@@ -1,79 +1,137 @@
-"""The trace as text: fixed-width rows of at most 100 columns, ASCII but for the user's own tokens.
+"""The trace as text: one line a row, laid out for a width from 60 to 200 columns, ASCII but for the user's own tokens.
 
 A row reads: kind letter, name, symbolic in -> out, numeric in -> out, FLOPs, bytes, FLOPs per byte. Nothing is ever
 wrapped; a text too long for its column is said more briefly, and what the JSON record holds stays whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS
-from tinyllm.trace.record import StepRecord, to_symbol
+from tinyllm.trace.record import RunRecord, StepRecord, to_symbol
 from tinyllm.trace.terminal.blocks import block_rows, schedule_rows
-from tinyllm.trace.terminal.host import appended_row, batch_rows, render_completions, render_prompts, sampling_rows
-from tinyllm.trace.terminal.tensors import Options, cut_into_sections, render_section, rows_by_place
-from tinyllm.trace.terminal.text import NAME, WIDTH, cost_row, cut_to, flow_words, make_printable, plural
+from tinyllm.trace.terminal.host import batch_rows, kv_row, render_completions, render_prompts, sampling_rows
+from tinyllm.trace.terminal.options import MAX_WIDTH, MIN_WIDTH, WIDTH, Options
+from tinyllm.trace.terminal.rows import cost_heads
+from tinyllm.trace.terminal.stage_view import near_stages, stage_names, stage_rows
+from tinyllm.trace.terminal.tensors import cut_into_sections, render_section, residual_row, rows_by_place
+from tinyllm.trace.terminal.text import cut_to, first_that_fits, fold_words, make_printable, plural
+from tinyllm.trace.terminal.totals import RunTotals, render_totals, step_line, total_row, total_up
 
 __all__ = [
+    "MAX_WIDTH",
+    "MIN_WIDTH",
     "WIDTH",
     "Options",
+    "RunTotals",
+    "near_stages",
+    "render_answers",
     "render_completions",
     "render_header",
+    "render_next",
     "render_prompts",
+    "render_run",
+    "render_start",
     "render_step",
+    "render_totals",
+    "stage_names",
+    "total_up",
 ]
 
 
-def render_header(titles: Sequence[str], dims: Mapping[str, int]) -> Iterator[str]:
+def render_run(run: RunRecord, options: Options | None = None) -> Iterator[str]:
+    """The whole trace of a run that is over."""
+    options = options or Options()
+    yield from render_start(run, options)
+    for step, previous in zip(run.steps, [None, *run.steps], strict=False):
+        yield ""
+        yield from render_step(step, previous, options)
+    yield from render_totals(total_up(run.steps), options)
+    if run.answers:
+        yield ""
+        yield from render_answers(run, options)
+
+
+def render_start(run: RunRecord, options: Options) -> Iterator[str]:
+    """The header and the prompts of a run, of which no step need be there yet."""
+    caching = "" if run.prefix_caching else "; no prefix caching"
+    pool = f"KV cache [L,2,NB,bs,nk,d]=[{','.join(map(str, run.kv_shape))}] {run.kv_bytes / 1e6:.1f}MB"
+    null = "; block 0 is the null block"
+    attention = f"  {run.attention} attention" if run.attention else ""
+    titles = [f"{run.model}  {run.dtype}{attention}"]
+    titles.append(
+        first_that_fits([f"pool   {pool}{null}{caching}", f"pool   {pool}{caching}", f"pool   {pool}"], options.width)
+    )
+    yield from render_header(titles, run.dims, options)
+    yield from render_prompts(((prompt.label, prompt.text, prompt.words) for prompt in run.prompts), options)
+
+
+def render_answers(run: RunRecord, options: Options) -> Iterator[str]:
+    """What each request gave."""
+    answers = ((answer.label, answer.finish_reason, answer.text) for answer in run.answers)
+    return render_completions(answers, options)
+
+
+def render_header(titles: Sequence[str], dims: Mapping[str, int], options: Options | None = None) -> Iterator[str]:
     """The first lines: the model and its pool, the legend of dimensions, columns and kinds."""
+    options = options or Options()
     for title in titles:
-        yield cut_to(make_printable(title), WIDTH)
+        yield cut_to(make_printable(title), options.width)
     legend = [f"{to_symbol(word)}={size} {word}" for word, size in dims.items() if to_symbol(word).isidentifier()]
-    yield from flow_words("dims   ", legend)
+    yield from fold_words("dims   ", legend, options.width)
     step_words = [f"{word.symbol} {word.name}" for word in WORDS.values() if word.scope in ("step", "request")]
-    yield from flow_words("steps  ", step_words)
-    yield "cols   FLOP: multiply-add = 2   BYTE: each operand moved once   F/B: FLOPs per byte"
-    kinds = "  ".join(f"{letter} {kind}" for kind, letter in KIND_LETTERS.items())
-    yield f"kind   {kinds.replace('host', 'plain Python')}"
+    yield from fold_words("steps  ", step_words, options.width)
+    columns = ["FLOP: multiply-add = 2", "BYTE: each operand moved once", "F/B: FLOPs per byte"]
+    if options.full or options.op:
+        columns += ["e: bytes of a value", "Hin, Hout: widths of a product"]
+    if options.has_time:
+        columns += ["us: measured", "bound: the least it can take"]
+    if options.ridge is not None:
+        columns.append(f"ridge {options.ridge:.1f} here (measured)")
+    yield from fold_words("cols   ", columns, options.width)
+    kinds = [f"{letter} {kind}".replace("host", "plain Python") for kind, letter in KIND_LETTERS.items()]
+    yield from fold_words("kind   ", kinds, options.width)
 
 
 def render_step(step: StepRecord, previous: StepRecord | None, options: Options) -> Iterator[str]:
-    """All lines of one step; after another step only the rows that differ from it, unless options.full."""
-    before = None if options.full else previous
-    yield _step_title(step)
-    yield from schedule_rows(step)
-    yield from batch_rows(step)
-    yield from block_rows(step, before)
-    yield f"{'':{WIDTH - 21}}{'FLOP':>7}{'BYTE':>7}{'F/B':>7}"
+    """All lines of one step, or what options.step and options.op leave of it.
+
+    After another step only the rows that differ from it, unless all are asked for.
+    """
+    if options.step not in (None, step.index):
+        yield step_line(step, options)
+        return
+    yield _step_title(step, options)
+    if options.op:
+        yield from stage_rows(step, options)
+        if step.failure:
+            yield from sampling_rows(step, options)
+        return
+    before = None if options.full or options.step is not None else previous
+    yield from schedule_rows(step, options)
+    yield from batch_rows(step, options)
+    yield from block_rows(step, before, options)
+    yield kv_row(step, options)
+    yield cost_heads(options)
     known = rows_by_place(before) if before else {}
     for section in cut_into_sections(step):
         yield from render_section(section, step, known, options)
-    yield from sampling_rows(step)
-    yield from appended_row(step)
-    total = f"step {step.index} total", _tokens_in_out(step), _compared(step)
-    yield cost_row("=", *total, step.flops, step.num_bytes, step.has_unknown_flops)
-    if previous is not None:
-        yield f"{'':{NAME + 2}}! {_ratio(step, previous)}"
+    yield from residual_row(step, options)
+    yield from sampling_rows(step, options)
+    yield total_row(step, options)
 
 
-def _step_title(step: StepRecord) -> str:
+def render_next(suggestions: Iterable[str], options: Options) -> Iterator[str]:
+    """The last line: what to try next, as much of it as fits."""
+    line = "next   "
+    for suggestion in suggestions:
+        if len(line) + len(suggestion) > options.width:
+            break
+        line += suggestion + "  "
+    yield line.rstrip()
+
+
+def _step_title(step: StepRecord, options: Options) -> str:
     num_reqs, num_tokens = len(step.requests), step.dims["num_tokens"]
     counts = f"R={num_reqs} {plural(num_reqs, 'request')}  T={num_tokens} {plural(num_tokens, 'token')}"
-    return f"== STEP {step.index}  {step.phase.upper()}  {counts} ".ljust(WIDTH, "=")
-
-
-def _tokens_in_out(step: StepRecord) -> str:
-    out = sum(request.chosen is not None for request in step.requests)
-    num_tokens = step.dims["num_tokens"]
-    return f"{num_tokens} {plural(num_tokens, 'token')} in, {out} {plural(out, 'token')} out"
-
-
-def _compared(step: StepRecord) -> str:
-    return f"ledger: {step.num_compared} sizes agree"
-
-
-def _ratio(step: StepRecord, previous: StepRecord) -> str:
-    if not (step.flops and step.num_bytes and previous.flops and previous.num_bytes):
-        return "no comparison with the step before"
-    flops, num_bytes = step.flops / previous.flops, step.num_bytes / previous.num_bytes
-    return f"{flops:.2f}x the FLOPs of step {previous.index}, {num_bytes:.2f}x its bytes"
+    return options.bar(f"STEP {step.index}  {step.phase.upper()}  {counts}")

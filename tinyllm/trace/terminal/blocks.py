@@ -4,50 +4,44 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tinyllm.trace.record import BlockSpan, PreemptedRecord, PrefixHit, RequestRecord, StepRecord
-from tinyllm.trace.terminal.text import (
-    NAME,
-    SYMBOLIC,
-    TEXT,
-    WIDTH,
-    cut_to,
-    first_that_fits,
-    host_row,
-    plural,
-    show_list,
-    show_runs,
-    show_span,
-)
+from tinyllm.trace.terminal.options import NAME, Options
+from tinyllm.trace.terminal.rows import host_row
+from tinyllm.trace.terminal.text import first_that_fits, plural, show_list, show_runs, show_span
 
 
-def schedule_rows(step: StepRecord) -> Iterator[str]:
+def schedule_rows(step: StepRecord, options: Options) -> Iterator[str]:
     """One row a step, and one for each thing that is not a matter of course."""
     schedule = step.schedule
     if schedule.finished or schedule.freed_block_ids:
-        yield _freed_row(step)
+        yield _freed_row(step, options)
     for preempted in schedule.preempted:
-        yield _preempted_row(preempted)
-    yield _schedule_row(step)
+        yield _preempted_row(preempted, options)
+    yield _schedule_row(step, options)
     for request in step.requests:
         if request.hit:
-            yield _hit_row(request, request.hit)
+            yield _hit_row(request, request.hit, options)
         if request.cut_by:
-            yield _chunk_row(request)
+            yield _chunk_row(request, options)
     if schedule.waiting:
-        first, *others = schedule.waiting
-        behind = f" ({len(others)} more behind it)" if others else ""
-        yield cut_to(f"P {f'held back {first}':{NAME}}{schedule.held_back}{behind}", WIDTH)
+        yield _waiting_row(step, options)
     if schedule.evicted_block_ids:
         count, ids = len(schedule.evicted_block_ids), show_list(schedule.evicted_block_ids)
-        yield host_row(
-            "evicted", f"{count} cached {plural(count, 'block')}", f"{ids} given to new tokens, no longer found"
-        )
+        forms = [f"{ids} given to new tokens, no longer found", f"{ids} given to new tokens", f"{ids} given away", ids]
+        yield host_row(options, "evicted", [f"{count} cached {plural(count, 'block')}", f"{count} cached"], forms)
 
 
-def block_rows(step: StepRecord, previous: StepRecord | None) -> Iterator[str]:
+def block_rows(step: StepRecord, previous: StepRecord | None, options: Options) -> Iterator[str]:
     """The block map, unless it says the same as in the step before."""
-    row = _map_row(step.schedule.block_map)
-    if previous is None or row != _map_row(previous.schedule.block_map):
+    row = _map_row(step.schedule.block_map, options)
+    if previous is None or row != _map_row(previous.schedule.block_map, options):
         yield row
+
+
+def _waiting_row(step: StepRecord, options: Options) -> str:
+    first, *others = step.schedule.waiting
+    behind = f" ({len(others)} more behind it)" if others else ""
+    forms = [f"{step.schedule.held_back}{behind}", step.schedule.held_back]
+    return f"P {f'held back {first}':{NAME}}" + first_that_fits(forms, options.width - 2 - NAME)
 
 
 def _share(request: RequestRecord) -> str:
@@ -56,44 +50,58 @@ def _share(request: RequestRecord) -> str:
     return f"{started_as}+{request.query_len}"
 
 
-def _schedule_row(step: StepRecord) -> str:
+def _schedule_row(step: StepRecord, options: Options) -> str:
     schedule = step.schedule
     shares = ", ".join(f"{request.label} {_share(request)}" for request in step.requests)
     counts = Counter(request.started_as for request in step.requests)
     short = ", ".join(f"{count} {started_as}" for started_as, count in counts.items())
-    budget = f"token budget {step.dims['num_tokens']}/{schedule.token_budget}"
-    used = f"blocks used {schedule.num_used_blocks}/{schedule.num_blocks - 1}"
-    return host_row("schedule", first_that_fits([shares, short], SYMBOLIC - 1), f"{budget}, {used}")
+    budget = f"{step.dims['num_tokens']}/{schedule.token_budget}"
+    used = f"{schedule.num_used_blocks}/{schedule.num_blocks - 1}"
+    forms = [
+        f"token budget {budget}, blocks used {used}",
+        f"budget {budget}, blocks {used}",
+        f"{budget}, blocks {used}",
+    ]
+    return host_row(options, "schedule", [shares, short], forms)
 
 
-def _chunk_row(request: RequestRecord) -> str:
-    later = f"cut by the {request.cut_by}; {request.num_left - request.query_len} left for later"
-    return host_row(f"chunk {request.label}", f"{request.query_len} of the {request.num_left} tokens left", later)
+def _chunk_row(request: RequestRecord, options: Options) -> str:
+    left, why = request.num_left - request.query_len, f"cut by the {request.cut_by}"
+    what = [f"{request.query_len} of the {request.num_left} tokens left", f"{request.query_len} of {request.num_left}"]
+    forms = [f"{why}; {left} left for later", f"{why}; {left} left", why]
+    return host_row(options, f"chunk {request.label}", what, forms)
 
 
-def _freed_row(step: StepRecord) -> str:
+def _freed_row(step: StepRecord, options: Options) -> str:
     names, block_ids = step.schedule.finished, step.schedule.freed_block_ids
-    forms = (f"{who} ended in step {step.index - 1}" for who in (", ".join(names), f"{len(names)} requests"))
-    text = f"blocks {show_list(block_ids)} came back" if block_ids else "it held no block of its own"
-    return host_row("freed", first_that_fits(forms, SYMBOLIC - 1) if names else "", text)
+    who = ", ".join(names), f"{len(names)} requests", f"{len(names)}"
+    what = [f"{name} ended in step {step.index - 1}" for name in who] + [f"{name} ended" for name in who]
+    texts = [f"blocks {show_list(block_ids)} came back", f"blocks {show_list(block_ids)}"]
+    text = texts if block_ids else ["it held no block of its own", "no block of its own"]
+    return host_row(options, "freed", what if names else "", text)
 
 
-def _preempted_row(preempted: PreemptedRecord) -> str:
+def _preempted_row(preempted: PreemptedRecord, options: Options) -> str:
     is_itself = preempted.label == preempted.for_label
-    why = "no block is left for it" if is_itself else f"for {preempted.for_label}, which needs blocks"
+    why = ["no block is left for it"] if is_itself else [f"for {preempted.for_label}, which needs blocks"]
     kept = len(preempted.block_ids) - len(preempted.freed_block_ids)
-    shared = f", {kept} shared" if kept else ""
-    text = f"blocks {show_list(preempted.freed_block_ids)} freed{shared}; {preempted.num_tokens} tokens start over"
-    return host_row(f"preempt {preempted.label}", why, text)
+    freed = f"blocks {show_list(preempted.freed_block_ids)} freed" + (f", {kept} shared" if kept else "")
+    forms = [
+        f"{freed}; {preempted.num_tokens} tokens start over",
+        f"{freed}; {preempted.num_tokens} tokens again",
+        freed,
+    ]
+    return host_row(options, f"preempt {preempted.label}", [*why, f"for {preempted.for_label}"], forms)
 
 
-def _hit_row(request: RequestRecord, hit: PrefixHit) -> str:
+def _hit_row(request: RequestRecord, hit: PrefixHit, options: Options) -> str:
     count = len(hit.block_ids)
     blocks = plural(count, "block")
     authors = " and ".join(_author(author, request.label, blocks) for author in hit.computed_by)
     counts = f"{count} {blocks}, {hit.num_tokens} {plural(hit.num_tokens, 'token')}"
-    text = f"{show_list(hit.block_ids)} {authors}"
-    return host_row(f"prefix hit {request.label}", counts, first_that_fits([f"{text}: read, not computed", text], TEXT))
+    ids = show_list(hit.block_ids)
+    forms = [f"{ids} {authors}: read, not computed", f"{ids} {authors}", f"{ids}: not computed", ids]
+    return host_row(options, f"prefix hit {request.label}", [counts, f"{count} {blocks}"], forms)
 
 
 def _author(author: str | None, reader: str, blocks: str) -> str:
@@ -105,20 +113,19 @@ def _author(author: str | None, reader: str, blocks: str) -> str:
 # --- the block map -----------------------------------------------------------------------------------------------------
 
 
-def _map_row(spans: Sequence[BlockSpan]) -> str:
+def _map_row(spans: Sequence[BlockSpan], options: Options) -> str:
     sizes = Counter()
     for span in spans:
         sizes[span.state] += span.num_blocks
     total = sum(sizes.values())
     sums = f"{sizes['null']} null+{sizes['held']} held+{sizes['free']} free={total}"
-    what = first_that_fits([sums.replace("+", " + ").replace("=", " = "), sums, f"[NB]=[{total}]"], SYMBOLIC - 1)
+    free_of_all = [f"{sizes['free']} of {total} free", f"{sizes['free']}/{total} free", f"[NB]=[{total}]"]
+    what = [sums.replace("+", " + ").replace("=", " = "), sums, *free_of_all]
     free = _free_blocks(spans)
     holders = {label for span in spans for label in span.holders}
-    forms = [
-        "  ".join(held) + free
-        for held in (_held_spans(spans), _held_counts(spans), [f"held by {len(holders)} requests"])
-    ]
-    return host_row("block map", what, first_that_fits(forms, TEXT))
+    ways = [_held_spans(spans), _held_counts(spans), [f"held by {len(holders)} requests"]]
+    forms = ["  ".join(held) + free for held in ways]
+    return host_row(options, "block map", what, [*forms, f"{sizes['held']} held{free}", f"{sizes['held']} held"])
 
 
 def _held_spans(spans: Sequence[BlockSpan]) -> Iterator[str]:

@@ -4,18 +4,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from tinyllm.trace.record import RequestRecord, StepRecord
+from tinyllm.trace.terminal.options import Options
+from tinyllm.trace.terminal.rows import Forms, host_row, note_row
 from tinyllm.trace.terminal.text import (
-    NAME,
-    SYMBOLIC,
-    TEXT,
-    WIDTH,
     as_many_as_fit,
     cut_to,
+    elide,
     first_that_fits,
-    host_row,
+    make_printable,
     plural,
     quote,
     show_list,
+    show_number,
     show_numbers,
     show_pieces,
     show_runs,
@@ -24,47 +24,80 @@ from tinyllm.trace.terminal.text import (
 )
 
 
-def render_prompts(prompts: Iterable[tuple[str, str, Sequence[Sequence[str]]]]) -> Iterator[str]:
+def render_prompts(
+    prompts: Iterable[tuple[str, str, Sequence[Sequence[str]]]], options: Options | None = None
+) -> Iterator[str]:
     """One row a prompt (label, text, its words' token pieces): bytes -> words -> ids."""
+    options = options or Options()
     for label, text, words in prompts:
         pieces = [piece for word in words for piece in word]
         num_bytes, num_words = len(text.encode()), len(words)
         counts = f"{num_words} {plural(num_words, 'word')} -> [{len(pieces)}]"
         forms = (f"{num_bytes} {plural(num_bytes, 'byte')} -> {counts}", f"{num_bytes}B -> {counts}", counts)
-        yield host_row(f"bpe {label}", first_that_fits(forms, SYMBOLIC - 1), show_pieces(pieces))
+        yield host_row(options, f"bpe {label}", (*forms, f"[{len(pieces)}]"), show_pieces(pieces))
 
 
-def render_completions(completions: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+def render_completions(completions: Iterable[tuple[str, str, str]], options: Options | None = None) -> Iterator[str]:
     """One line a request: (label, finish reason, text)."""
     for label, finish_reason, text in completions:
-        yield cut_to(f"{label} {finish_reason}: {quote(text)}", WIDTH)
+        yield cut_to(f"{label} {finish_reason}: {quote(text)}", (options or Options()).width)
 
 
-def batch_rows(step: StepRecord) -> Iterator[str]:
+# --- the flat batch -------------------------------------------------------------------------------------------------------
+
+
+def batch_rows(step: StepRecord, options: Options) -> Iterator[str]:
     """The tensors of the flat batch with their values."""
-    requests = step.requests
+    if not step.batch_values:  # the step failed before it had them
+        return
+    requests, values, width = step.requests, step.batch_values, options.layout.text
+
+    def listed(name: str, *meanings: str) -> Iterator[str]:
+        for meaning in (*meanings, ""):
+            text = f"{show_list(values[name])}  {meaning}" if meaning else show_list(values[name], width)
+            yield text
+
     lens = ["+".join(f"[{r.query_len}]" for r in requests), f"{len(requests)} requests"]
-    spans = "  ".join(f"{r.label} {show_span(r.num_computed_tokens, r.seq_len)}" for r in requests)
-    yield _tensor_row(step, "token_ids", show_list(step.batch_values["token_ids"]), [f"{form} -> " for form in lens])
-    yield _tensor_row(step, "positions", spans)
-    yield _tensor_row(step, "cu_seqlens_q", show_list(step.batch_values["cu_seqlens_q"]) + "  rows of each request")
-    yield _tensor_row(step, "seq_lens", show_list(step.batch_values["seq_lens"]) + "  keys each request may read")
-    yield _tensor_row(step, "block_table", _block_table(step))
-    slots = "  ".join(
-        f"{r.label} {show_runs(slots)}" for r, slots in zip(requests, _slots_by_request(step), strict=True)
-    )
-    yield _tensor_row(step, "slot_mapping", slots + "  block*bs+pos%bs")
-    yield _tensor_row(
-        step, "logits_indices", show_list(step.batch_values["logits_indices"]) + "  each request's last row"
-    )
+    ids = show_list(values["token_ids"], width) if _has_values(step) else "no values: a dry run"
+    yield _tensor_row(step, options, "token_ids", ids, [f"{form} -> " for form in lens])
+    spans = [f"{r.label} {show_span(r.num_computed_tokens, r.seq_len)}" for r in requests]
+    yield _tensor_row(step, options, "positions", elide(spans, width, "  "))
+    yield _tensor_row(step, options, "cu_seqlens_q", listed("cu_seqlens_q", "rows of each request"))
+    yield _tensor_row(step, options, "seq_lens", listed("seq_lens", "keys each request may read"))
+    yield _tensor_row(step, options, "block_table", _block_table(step, width))
+    slots = [f"{r.label} {show_runs(slots)}" for r, slots in zip(requests, _slots_by_request(step), strict=True)]
+    rule = "block*bs+pos%bs"
+    yield _tensor_row(step, options, "slot_mapping", ["  ".join([*slots, rule]), elide(slots, width, "  ")])
+    yield _tensor_row(step, options, "logits_indices", listed("logits_indices", "each request's last row", "last rows"))
 
 
-def _block_table(step: StepRecord) -> str:
+def kv_row(step: StepRecord, options: Options) -> str:
+    """What the keys and values of one token take, of this step's, and of all blocks that are held."""
+    each, block_bytes = step.kv_bytes_per_token, step.kv_bytes_per_token * step.dims["block_size"]
+    written = show_number(each * step.dims["num_tokens"])
+    held = show_number(block_bytes * step.schedule.num_used_blocks)
+    pool = show_number(block_bytes * (step.schedule.num_blocks - 1))
+    what = f"{show_number(each)}B a token"
+    forms = [f"this step writes {written}B; blocks held {held}B of {pool}B", f"writes {written}B; held {held}B/{pool}B"]
+    return host_row(options, "kv bytes", what, [*forms, f"held {held}B/{pool}B"])
+
+
+def _has_values(step: StepRecord) -> bool:
+    """Whether the tokens have ids: in a dry run they have none."""
+    return all(token_id >= 0 for request in step.requests for token_id in request.token_ids[:1])
+
+
+def _block_table(step: StepRecord, width: int) -> Iterator[str]:
     """Each request's row, what of it is new, and how full its last block is."""
-    rows = zip(step.requests, step.batch_values["block_table"], strict=True)
-    table = "  ".join(f"{r.label} {show_list(row)}{_new_blocks(r)}" for r, row in rows)
+    rows = [
+        f"{r.label} {show_list(row)}" for r, row in zip(step.requests, step.batch_values["block_table"], strict=True)
+    ]
+    table = "  ".join(row + _new_blocks(r) for r, row in zip(step.requests, rows, strict=True))
     fills = ", ".join(f"{r.num_in_last_block}/{r.block_size}" for r in step.requests)
-    return first_that_fits([f"{table}  last block: {fills}", f"{table}  last: {fills}", table], TEXT)
+    yield f"{table}  last block: {fills}"
+    yield f"{table}  last: {fills}"
+    yield table
+    yield elide([f"{r.label} {show_runs(r.block_ids)}" for r in step.requests], width, "  ")
 
 
 def _new_blocks(request: RequestRecord) -> str:
@@ -77,41 +110,48 @@ def _slots_by_request(step: StepRecord) -> list[list[int]]:
     return [slots[start:end] for start, end in pairwise(ends)]
 
 
-def _tensor_row(step: StepRecord, name: str, text: str, prefixes: Sequence[str] = ()) -> str:
+def _tensor_row(step: StepRecord, options: Options, name: str, text: Forms, prefixes: Sequence[str] = ()) -> str:
     tensor = step.batch[name]
-    forms = [f"{prefix}{show_symbols(tensor)}={show_numbers(tensor)}" for prefix in (*prefixes, "")]
-    return host_row(name, first_that_fits(forms, SYMBOLIC - 1), text)
+    return host_row(
+        options, name, [f"{prefix}{show_symbols(tensor)}={show_numbers(tensor)}" for prefix in (*prefixes, "")], text
+    )
 
 
-def sampling_rows(step: StepRecord) -> Iterator[str]:
-    """One row a request: the token it got, and what else might have come."""
+# --- the sampled tokens ---------------------------------------------------------------------------------------------------
+
+
+def sampling_rows(step: StepRecord, options: Options) -> Iterator[str]:
+    """One row a request: the token it got, and what else might have come. Then what becomes of these tokens."""
+    if step.failure:
+        yield note_row(options, f"! the step ended here: {make_printable(step.failure)}")
+        return
     for request in step.requests:
-        if not request.samples:
-            yield host_row(
-                f"sampled {request.label}", "a chunk of a prefill", "its token is thrown away: the prompt goes on"
-            )
-        elif request.chosen is None:
-            yield host_row(f"sampled {request.label}", request.method, "no token: the logits are NaN or all -inf")
-        else:
-            others = [c for c in request.candidates if c.token_id != request.chosen.token_id]
-            ending = f"  ({request.finish_reason})" if request.finish_reason else ""
-            tokens = [f"{quote(c.text)} {_probability(c.probability)}" for c in [request.chosen, *others]]
-            shown = as_many_as_fit(tokens, WIDTH - NAME - SYMBOLIC - 2 - len(ending))
-            yield host_row(f"sampled {request.label}", request.method, shown + ending)
+        yield host_row(options, f"sampled {request.label}", _method(request), _sampled(request, options.layout.text))
+    grown = [request for request in step.requests if request.chosen]
+    if grown:
+        places = ", ".join(f"{request.label} at {request.seq_len}" for request in grown)
+        yield host_row(options, "append", [places, f"{len(grown)} tokens"], _fates(grown))
+
+
+def _method(request: RequestRecord) -> str:
+    return request.method if request.samples else "a chunk of a prefill"
+
+
+def _sampled(request: RequestRecord, width: int) -> Forms:
+    if not request.samples:
+        return "its token is thrown away: the prompt goes on", "thrown away: the prompt goes on", "thrown away"
+    if request.token_ids and request.token_ids[0] < 0:
+        return "no values, so no token: a dry run"
+    if request.chosen is None:
+        return "no token: the logits are NaN or all -inf", "no token: logits not finite"
+    others = [c for c in request.candidates if c.token_id != request.chosen.token_id]
+    ending = f"  ({request.finish_reason})" if request.finish_reason else ""
+    tokens = [f"{quote(c.text)} {_probability(c.probability)}" for c in [request.chosen, *others]]
+    return first_that_fits(as_many_as_fit(tokens, width - len(ending)), width - len(ending)) + ending
 
 
 def _probability(value: float) -> str:
     return f"{value:.3f}".removeprefix("0")
-
-
-def appended_row(step: StepRecord) -> Iterator[str]:
-    """The life of the tokens just sampled: appended now, keys and values with the step that computes them."""
-    grown = [request for request in step.requests if request.chosen]
-    if not grown:
-        return
-    places = ", ".join(f"{request.label} at {request.seq_len}" for request in grown)
-    what = first_that_fits([places, f"{len(grown)} tokens"], SYMBOLIC - 1)
-    yield host_row("append", what, first_that_fits(_fates(grown), TEXT))
 
 
 def _fates(grown: Sequence[RequestRecord]) -> Iterator[str]:
@@ -119,6 +159,8 @@ def _fates(grown: Sequence[RequestRecord]) -> Iterator[str]:
     going_on = [request for request in grown if not request.is_finished]
     if not going_on:
         yield "the last one: no step computes its KV" if len(grown) == 1 else "the last ones: no step computes their KV"
+        yield "the last: their KV is never computed"
+        yield "the last: no KV is needed"
         return
     ended = "".join(f"; {request.label} ended" for request in grown if request.is_finished)
     each = "no KV yet: " + ", ".join(f"{request.label} {_fate(request)}" for request in going_on)
@@ -133,6 +175,7 @@ def _fates(grown: Sequence[RequestRecord]) -> Iterator[str]:
     groups = [(names, verb) for names, verb in zip((roomy, full), verbs, strict=True) if names]
     yield "no KV yet: " + "; ".join(f"{', '.join(names)} {verb}" for names, verb in groups)
     yield "no KV yet: " + "; ".join(f"{len(names)} {verb}" for names, verb in groups)
+    yield f"new blocks for {len(full)} of {len(going_on)}" if full else "all have room"
 
 
 def _fate(request: RequestRecord) -> str:

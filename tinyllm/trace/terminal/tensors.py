@@ -2,33 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS
 from tinyllm.trace.record import Operation, StepRecord, TensorRecord
-from tinyllm.trace.terminal.text import (
-    NAME,
-    NUMERIC,
-    SYMBOLIC,
-    WIDTH,
-    cost_row,
-    cut_to,
-    first_that_fits,
-    show_number,
-    show_numbers,
-    show_symbols,
-)
+from tinyllm.trace.terminal.details import formula_row, named_rows
+from tinyllm.trace.terminal.options import NAME, Options
+from tinyllm.trace.terminal.rows import cost_row, costs_of, note_row, sum_costs
+from tinyllm.trace.terminal.text import elide, first_that_fits, show_decimal, show_number, show_numbers, show_symbols
 
 STEP_WORDS = frozenset(word.name for word in WORDS.values() if word.scope == "step")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to print. layers lists the decoder layers shown row by row; full shows every row and every named tensor."""
-
-    layers: tuple[int, ...] = (0,)
-    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,37 +46,50 @@ def render_section(
     if layer not in options.layers:
         folded = [i for i in range(num_layers) if i not in options.layers]
         if layer == folded[0]:
-            yield from _folded_layers(step, folded)
+            yield from _folded_layers(step, folded, options)
         return
-    yield f"layer {layer} of {num_layers}"
+    costs = sum_costs(section.operations)
+    name = first_that_fits([f"layer {layer} of {num_layers}", f"layer {layer}"], NAME - 1)
+    yield cost_row(options, "=", name, f"{len(section.operations)} rows", "", costs)
     yield from _rows(section.operations, known, options)
-    flops, num_bytes = sum_costs(section.operations)
-    yield cost_row("=", f"layer {layer}", f"{len(section.operations)} rows", "", flops, num_bytes, False)
+
+
+def residual_row(step: StepRecord, options: Options) -> Iterator[str]:
+    """How the residual stream grows from layer to layer, where somebody measured it."""
+    values = step.residual_rms
+    if values:
+        is_each = len(values) == step.dims["num_layers"]
+        what = f"layers 0..{len(values) - 1}" if is_each else f"{len(values)} places"
+        left = f"  {'residual rms':{NAME}}{what:{options.layout.what}}"
+        yield left + elide([show_decimal(value) for value in values], options.width - len(left), " ")
+
+
+# --- the rows of a section ------------------------------------------------------------------------------------------------
 
 
 def _rows(operations: Sequence[Operation], known: Mapping[tuple, Operation], options: Options) -> Iterator[str]:
     """The rows that differ from the step before in more than the number of rows; the rest in one line."""
     unchanged = [operation for operation in operations if _only_rows_differ(operation, known)]
-    as_before = _unchanged_row(unchanged) if unchanged else ""
+    as_before = _unchanged_row(unchanged, options) if unchanged else ""
     first_attend = next((operation for operation in operations if operation.function == "attend"), None)
     for operation in operations:
         if operation in unchanged:
             if operation is unchanged[0]:
                 yield as_before
             continue
-        yield _operation_row(operation)
+        yield operation_row(operation, options)
         if operation.function == "gather_rows":
-            yield from _gather_note(operations)
+            yield from _gather_note(operations, options)
+        if options.full:
+            yield from formula_row(operation, options)
         if options.full or (operation is first_attend and not known):
-            yield from _named_rows(operation)
+            yield from named_rows(operation, options)
 
 
-def _unchanged_row(unchanged: Sequence[Operation]) -> str:
-    flops, num_bytes = sum_costs(unchanged)
+def _unchanged_row(unchanged: Sequence[Operation], options: Options) -> str:
     names = ", ".join(dict.fromkeys(operation.label for operation in unchanged))
-    tree = "| " if unchanged[0].layer is not None else ""
-    count = f"{tree}{len(unchanged)} as before"
-    return cost_row(" ", count, cut_to(names, SYMBOLIC + NUMERIC), "", flops, num_bytes, False)
+    tree = options.branch if unchanged[0].layer is not None else ""
+    return cost_row(options, " ", f"{tree}{len(unchanged)} as before", names, "", sum_costs(unchanged))
 
 
 def _only_rows_differ(operation: Operation, known: Mapping[tuple, Operation]) -> bool:
@@ -119,7 +116,7 @@ def _place(operation: Operation) -> tuple:
     return operation.path, operation.label, operation.request
 
 
-def _folded_layers(step: StepRecord, folded: Sequence[int]) -> Iterator[str]:
+def _folded_layers(step: StepRecord, folded: Sequence[int], options: Options) -> Iterator[str]:
     """One line for each run of layers whose rows are equal."""
     runs: list[list[int]] = []
     for layer in folded:
@@ -130,69 +127,95 @@ def _folded_layers(step: StepRecord, folded: Sequence[int]) -> Iterator[str]:
             runs.append([layer])
     for run in runs:
         operations = [operation for layer in run for operation in step.layer(layer)]
-        flops, num_bytes = sum_costs(operations)
         names = f"layers {run[0]}..{run[-1]}" if len(run) > 1 else f"layer {run[0]}"
-        each, each_bytes = sum_costs(step.layer(run[0]))
-        per_layer = f"a layer: {show_number(each)}FLOP {show_number(each_bytes)}B"
+        each = sum_costs(step.layer(run[0]))
+        per_layer = f"a layer: {show_number(each.flops or 0)}FLOP {show_number(each.num_bytes)}B"
         count = f"{len(step.layer(run[0]))} rows"
-        note = f"the same {len(run)} times, {count}" if len(run) > 1 else f"folded, {count}"
-        yield cost_row(" ", f"  {names}", note, per_layer, flops, num_bytes, False)
-    if 0 not in folded and folded[0] == 1:
-        yield f"{'':{NAME + 2}}(one add_residual more than layer 0, which has no residual yet; --layers all)"
+        notes = (
+            [f"the same {len(run)} times, {count}", f"{len(run)} times {count}"]
+            if len(run) > 1
+            else [f"folded, {count}"]
+        )
+        yield cost_row(options, " ", f"  {names}", notes, [per_layer, f"each {show_number(each.flops or 0)}FLOP"],
+                       sum_costs(operations))  # fmt: skip
+    if 0 not in folded and folded[0] == 1 and any(request.num_computed_tokens == 0 for request in step.requests):
+        yield note_row(options, ["(one add_residual more than layer 0, which has no residual yet; --layers all)",
+                                 "(layer 0 has no residual to add yet; --layers all)", "(--layers all)"])  # fmt: skip
 
 
 def _fold_key(step: StepRecord, layer: int) -> list[tuple]:
     return [operation.shape_key() for operation in step.layer(layer)]
 
 
-def _operation_row(operation: Operation) -> str:
-    stage = operation.stage
-    tree = "| " if operation.layer is not None else ""
-    name = operation.label + (f" {operation.request}" if operation.request else "")
-    symbolic = first_that_fits(_forms(stage.template, operation, show_symbols), SYMBOLIC - 1)
-    numeric = first_that_fits(_forms(stage.template.replace(" -> ", "->"), operation, show_numbers), NUMERIC - 1)
-    if operation.dense_flops is not None and operation.flops:
-        pairs = f" pairs {_causal_pairs(operation)}/{operation.sizes['query_len'] * operation.sizes['seq_len']}"
-        short = _fill(stage.template.split(" -> ")[0], operation, show_numbers)
-        numeric = cut_to(short + pairs, NUMERIC - 1)
-    letter = KIND_LETTERS[stage.kind]
-    return cost_row(
-        letter, tree + name, symbolic, numeric, operation.flops, operation.num_bytes, operation.flops is None
-    )
-
-
-def _gather_note(operations: Sequence[Operation]) -> Iterator[str]:
+def _gather_note(operations: Sequence[Operation], options: Options) -> Iterator[str]:
     """What the LM head would have cost on every row."""
     head = next((operation for operation in operations if operation.function == "lm_head"), None)
     if head and head.flops and head.sizes["num_tokens"] > head.sizes["num_logits"]:
         dense = head.flops // head.sizes["num_logits"] * head.sizes["num_tokens"]
-        yield f"{'':{NAME + 2}}! saves {show_number(dense - head.flops)}FLOP: the LM head on all T rows would cost {show_number(dense)}"
+        saved = f"! saves {show_number(dense - head.flops)}FLOP"
+        yield note_row(options, [f"{saved}: the LM head on all T rows would cost {show_number(dense)}", saved])
 
 
-def _causal_pairs(operation: Operation) -> int:
+# --- one row --------------------------------------------------------------------------------------------------------------
+
+
+def operation_row(operation: Operation, options: Options, name: str = "") -> str:
+    """Kind letter, name, what goes in and comes out in symbols and in numbers, costs."""
+    template = operation.stage.template.replace(" -> ", f" {options.arrow} ")
+    tree = options.branch if operation.layer is not None else ""
+    if operation.dense_flops is not None and operation.flops:
+        numeric = _pair_forms(template, operation)
+    else:
+        numeric = _forms(template.replace(f" {options.arrow} ", options.arrow), operation, show_numbers, options)
+    return cost_row(
+        options,
+        KIND_LETTERS[operation.stage.kind],
+        name or tree + title_of(operation),
+        _forms(template, operation, show_symbols, options),
+        numeric,
+        costs_of(operation),
+        operation.source,
+        first_clause(operation.summary),
+    )
+
+
+def title_of(operation: Operation) -> str:
+    """The label, and the request where the row is one request's."""
+    return operation.label + (f" {operation.request}" if operation.request else "")
+
+
+def first_clause(summary: str) -> str:
+    """The summary up to its first colon, semicolon or bracket."""
+    clause = re.split(r"[:;.] |[:;.]$| \(", summary)[0]
+    return clause if len(clause) > 10 else summary
+
+
+def _pair_forms(template: str, operation: Operation) -> Iterator[str]:
+    """What goes into attention, and the pairs of a query and a key that the mask leaves of all."""
     query_len, seq_len = operation.sizes["query_len"], operation.sizes["seq_len"]
-    return query_len * seq_len - query_len * (query_len - 1) // 2
-
-
-def _named_rows(operation: Operation) -> Iterator[str]:
-    """The locals of a stage, each with its own words: in attention these are the six steps."""
-    for name in operation.locals:
-        tensor = operation.tensors[name]
-        view = f"  view of {tensor.view_of}" if tensor.view_of else ""
-        left = f"  {cut_to('|. ' + name, NAME - 1):{NAME}}"
-        yield cut_to(f"{left}{show_symbols(tensor):{SYMBOLIC}}{show_numbers(tensor)}{view}", WIDTH)
+    pairs = f"{query_len * seq_len - query_len * (query_len - 1) // 2}/{query_len * seq_len}"
+    both = template.partition(" ")[0]
+    both, first = (_fill(text, operation, show_numbers) for text in (both, both.partition(".")[0]))
+    yield f"{both} pairs {pairs}"
+    yield f"{first} pairs {pairs}"
+    yield f"pairs {pairs}"
+    yield pairs
 
 
 Show = Callable[[TensorRecord], str]
 
 
-def _forms(template: str, operation: Operation, show: Show) -> Iterator[str]:
-    """The template filled, then shorter versions: without the weight, then the result alone."""
+def _forms(template: str, operation: Operation, show: Show, options: Options) -> Iterator[str]:
+    """The template filled, then shorter versions: without the weight or the keys, then the result alone."""
+    arrow = options.arrow
     yield _fill(template, operation, show)
-    yield _fill(template.replace(" -> ", "->"), operation, show)
-    without_weight = re.sub(r"@\{weight\.T\}| of \{weight\}", "", template)
-    yield _fill(without_weight, operation, show)
-    yield _fill("->" + template.rpartition("->")[2], operation, show)
+    close = template.replace(f" {arrow} ", arrow)
+    yield _fill(close, operation, show)
+    yield _fill(re.sub(r"@\{weight\.T\}| of \{weight\}|\.\{k\}", "", close), operation, show)
+    yield _fill(arrow + close.rpartition(arrow)[2], operation, show)
+    yield _fill(close.rpartition(arrow)[2], operation, show)
+    first, gap, _ = close.rpartition(arrow)[2].partition(" ")
+    yield _fill(first, operation, show) + (" ..." if gap else "")
 
 
 def _fill(template: str, operation: Operation, show: Show) -> str:
@@ -203,15 +226,6 @@ def _fill(template: str, operation: Operation, show: Show) -> str:
         tensor = operation.tensors.get(name)
         if tensor is None:
             return "?"
-        return show(_transposed(tensor) if transposed else tensor)
+        return show(replace(tensor, words=tensor.words[::-1], shape=tensor.shape[::-1]) if transposed else tensor)
 
     return re.sub(r"\{([\w\[\]]+)(\.T)?\}", insert, template)
-
-
-def _transposed(tensor: TensorRecord) -> TensorRecord:
-    return TensorRecord(tensor.name, tensor.words[::-1], tensor.shape[::-1], tensor.dtype, 0, tensor.storage, False)
-
-
-def sum_costs(operations: Sequence[Operation]) -> tuple[int, int]:
-    """FLOPs and bytes of several rows."""
-    return sum(operation.flops or 0 for operation in operations), sum(operation.num_bytes for operation in operations)

@@ -1,0 +1,150 @@
+"""Rows from calls: shared where they are equal, with times and operators where asked for."""
+
+import time
+
+import pytest
+import torch
+
+from tinyllm import SamplingParams
+from tinyllm.layers.mlp import silu_and_mul
+from tinyllm.sampler import sample as sampler
+from tinyllm.trace import Ledger, Recorder, trace
+from tinyllm.trace.collect import collect_operations
+from tinyllm.trace.session import trace_steps
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=2, temperature=0.8, top_k=9, top_p=0.9, seed=1, ignore_eos=True)
+
+
+def steps_of(llm, params=FOUR, **asked):
+    return list(trace_steps(llm, llm.make_requests([[1, 2, 3], [4, 5]], params), **asked))
+
+
+def test_rows_that_were_made_before_are_shared(tiny_llm):
+    with trace() as t:
+        tiny_llm(block_size=16).generate([[1, 2, 3], [4, 5]], FOUR)
+    second, third = t.steps[2], t.steps[3]
+    again = [mine for mine, theirs in zip(third.operations, second.operations, strict=True) if mine is theirs]
+    assert {"qkv_proj", "rms_norm", "rope q", "silu_and_mul", "lm_head"} <= {row.label for row in again}
+    assert not {"attend"} & {row.label for row in again}, "one more key"
+
+
+def test_sharing_changes_no_row(tiny_llm):
+    llm = tiny_llm()
+    (request,) = llm.make_requests([[1, 2, 3]], FOUR)
+    llm.engine.add_request(request)
+    memo: dict = {}
+    while llm.engine.has_unfinished_requests:
+        with Recorder() as recorder:
+            llm.engine.step()
+        ledger = Ledger({**llm.loaded.config.dims(), **llm.engine.cache_config.dims()})
+        ledger.check(recorder.calls)
+        assert collect_operations(recorder.calls, ledger, ["A"], memo) == collect_operations(
+            recorder.calls, ledger, ["A"]
+        )
+
+
+def test_a_row_of_another_batch_size_is_another_row(tiny_llm):
+    """The same call words, but other sizes of the step: nothing may be taken from the memo."""
+    llm = tiny_llm()
+    with trace() as t:
+        for prompts in ([[1, 2]], [[3], [4]], [[5, 6]]):
+            llm.generate(prompts, SamplingParams(max_tokens=1))
+    assert [step.dims["num_reqs"] for step in t.steps] == [1, 2, 1]
+    for step in t.steps:
+        assert all(row.sizes["num_reqs"] == step.dims["num_reqs"] for row in step.operations)
+
+
+# --- times --------------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_there_where_asked_for_and_add_up_to_less_than_the_step(tiny_llm):
+    for step in steps_of(tiny_llm(), SAMPLED, times=True):
+        times = [row.time_us for row in step.operations]
+        assert all(time_us is not None and time_us > 0 for time_us in times)
+        assert sum(time_us or 0 for time_us in times) < 1000 * step.traced_ms
+    assert all(row.time_us is None for step in steps_of(tiny_llm()) for row in step.operations)
+    with trace(times=True) as t:
+        tiny_llm().generate([1], FOUR)
+    assert all(row.time_us for step in t.steps for row in step.operations)
+
+
+def test_a_stage_s_time_leaves_out_the_stages_inside_it(tiny_llm, monkeypatch):
+    def sleep(*arguments):
+        time.sleep(0.05)
+        return add(*arguments)
+
+    add = sampler.add_noise
+    monkeypatch.setattr(sampler, "add_noise", sleep)
+    (step, _) = steps_of(tiny_llm(), SAMPLED, times=True)
+    times = {row.label: row.time_us or 0 for row in step.operations}
+    assert times["sample"] > 40_000, "the nap is in no stage of its own, but inside sample"
+    assert times["add_noise"] < 40_000 and times["top_k_top_p"] < 40_000
+
+
+def test_what_the_recorder_takes_for_the_calls_inside_is_not_the_stage_s(tiny_llm, monkeypatch):
+    read = Recorder._read_locals
+
+    def slowly(self, call, *rest):
+        time.sleep(0.02 if call.name == "causal_mask" else 0)
+        read(self, call, *rest)
+
+    monkeypatch.setattr(Recorder, "_read_locals", slowly)
+    with Recorder() as recorder:
+        llm = tiny_llm()
+        llm.engine.add_request(llm.make_requests([[1, 2]], FOUR)[0])
+        llm.engine.step()
+    attend = next(call for call in recorder.walk() if call.name == "attend")
+    assert attend.reading_ns > 20e6 > attend.elapsed_ns > 0
+
+
+# --- operators ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_each_row_lists_its_operators_in_order(tiny_llm, attention):
+    (step, _) = steps_of(tiny_llm("llama_gqa", attention), SAMPLED, kernels=True)
+    rows = {row.label: row.kernels for row in step.operations if row.layer in (0, None)}
+    assert all(kernels for label, kernels in rows.items() if label not in ("split_heads", "merge_heads"))
+    assert [kernel.split()[0].removeprefix("aten.") for kernel in rows["rms_norm"]] == [
+        "pow", "mean", "add", "rsqrt", "mul", "mul"]  # fmt: skip
+    assert rows["silu_and_mul"][-1] == f"aten.mul -> [5,{step.dims['intermediate_size']}]"
+    attend = " ".join(rows["attend"])
+    if attention == "reference":
+        assert attend.count("aten.bmm") == 2 and "aten.tril" in attend, "its mask is a helper of its own"
+        assert attend.index("aten.bmm") < attend.index("aten.tril") < attend.index("softmax")
+    else:
+        assert "scaled_dot_product" in attend
+    assert not any("aten.tril" in kernel for label, kernels in rows.items() if label != "attend" for kernel in kernels)
+
+
+def test_a_stage_lists_none_of_the_stages_inside_it(tiny_llm):
+    (step, _) = steps_of(tiny_llm(), SAMPLED, kernels=True)
+    rows = {row.label: " ".join(row.kernels) for row in step.operations}
+    assert "aten.sort" in rows["top_k_top_p"] and "aten.sort" not in rows["sample"]
+    assert "aten.argmax" in rows["sample"] and "aten.log" in rows["gumbel_noise"]
+
+
+def test_views_are_marked():
+    with Recorder(kernels=True) as recorder:
+        silu_and_mul(torch.ones(2, 6))
+    kernels = [kernel for _, kernel in recorder.calls[0].kernels or ()]
+    assert any(kernel.endswith(" view") for kernel in kernels) and not kernels[-1].endswith(" view")
+
+
+def test_without_being_asked_no_operator_is_watched(tiny_llm):
+    assert all(row.kernels == () for step in steps_of(tiny_llm()) for row in step.operations)
+
+
+def test_the_reader_s_own_arithmetic_is_nobody_s(tiny_llm):
+    def kernels(**asked):
+        return [
+            row.kernels
+            for step in steps_of(tiny_llm(max_model_len=32, num_blocks=9), **asked)
+            for row in step.operations
+        ]
+
+    assert kernels(kernels=True) == kernels(kernels=True, values="*", residual=True)
+    with trace(kernels=True, values="*") as t:
+        tiny_llm(max_model_len=32, num_blocks=9).generate([[1, 2, 3], [4, 5]], FOUR)
+    assert [row.kernels for step in t.steps for row in step.operations] == kernels(kernels=True)

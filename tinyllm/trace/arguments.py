@@ -1,0 +1,176 @@
+"""The options of the trace command, and what can be refused before a model is loaded."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from tinyllm.config import CacheConfig
+from tinyllm.console import Parser, file_path
+from tinyllm.errors import ConfigError, brief
+from tinyllm.options import add_options, add_prompts, read_prompts, whole_number
+from tinyllm.trace.calibrate import Roofline
+from tinyllm.trace.terminal import MAX_WIDTH, MIN_WIDTH, WIDTH, Options, near_stages
+
+EXAMPLES = """examples:
+  {prog} "The capital of France is"
+  {prog} "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
+  {prog} "Once upon a time" --max-num-batched-tokens 3        # chunked prefill
+  {prog} "The sky is blue and the" "The sky is blue and grass" --block-size 4     # shared blocks
+  {prog} "Once upon a time" "Hello" --block-size 4 --num-blocks 3     # too few blocks: a preemption
+  {prog} "Hello" --full --layers 0,29 --json trace.jsonl
+  {prog} "Hello" --op attend --layers 0,29 --step 1     # one stage, with its formulas and tensors
+  {prog} "Hello" --html trace.html     # a page with pictures
+  {prog} "Hello" --explain cu_seqlens_q
+  {prog} --annotate tinyllm/layers/attention/reference.py
+  {prog} --dry-run --config llama-3-8b --lens 4,1@16,1@7
+"""
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    """The options of the trace command."""
+    parser = Parser(
+        prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES.format(prog=prog),
+        description="Print every dimension change of every step that turns a prompt into tokens.",
+    )  # fmt: skip
+    add_prompts(parser, nargs="*")
+    add_options(
+        parser, "--max-tokens", "--temperature", "--seed", "--ignore-eos", "--special", "--model", "--dtype",
+        "--attention", "--block-size", max_tokens=2, attention="reference",
+    )  # fmt: skip
+    parser.add_argument("--num-blocks", type=whole_number(2), metavar="N",
+                        help="KV blocks in the pool, the null block included; few of them force preemptions "
+                        "(default: as many as the prompts and their answers can need)")  # fmt: skip
+    parser.add_argument("--no-prefix-caching", action="store_true",
+                        help="share no blocks between prompts that begin with the same tokens")  # fmt: skip
+    parser.add_argument("--max-num-batched-tokens", type=whole_number(1), default=2048, metavar="N",
+                        help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
+    _add_views(parser)
+    parser.add_argument("--json", type=file_path, metavar="FILE",
+                        help="also write the records as JSON lines; - prints them instead of the text")  # fmt: skip
+    parser.add_argument("--html", type=file_path, metavar="FILE", help="also write the run as one page, with pictures")
+    _add_modes(parser)
+    return parser
+
+
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    """What else may be asked of a run, instead of its trace."""
+    modes = parser.add_argument_group("instead of the trace")
+    modes.add_argument("--explain", metavar="WORD",
+                       help="what a dimension, tensor, stage or kind is and, with a prompt, why it has its size there")  # fmt: skip
+    modes.add_argument("--annotate", type=file_path, metavar="FILE",
+                       help="this file of the engine's source with the shapes that its tensors had; with --html, as a page")  # fmt: skip
+    modes.add_argument("--verify", action="store_true",
+                       help="run the prompts through transformers as well, and say where the two depart")  # fmt: skip
+    modes.add_argument("--dry-run", action="store_true", help="the trace of shapes alone: no weights, no prompt")
+    modes.add_argument("--config", type=file_path, metavar="FILE",
+                       help="of --dry-run: config.json, folder, GGUF file or a preset such as llama-3-8b")  # fmt: skip
+    modes.add_argument("--lens", metavar="LIST",
+                       help="of --dry-run: tokens of each request, such as 4,1,1; 1@16 is a decode that reads 16 keys")  # fmt: skip
+
+
+def _add_views(parser: argparse.ArgumentParser) -> None:
+    """What is shown, and how."""
+    parser.add_argument("--layers", type=parse_layers, default="0", metavar="LIST",
+                        help="decoder layers to show row by row, such as 0,29 or all (default 0)")  # fmt: skip
+    parser.add_argument("--full", action="store_true",
+                        help="every row of every step, with every named tensor, its source line and the cost formulas")  # fmt: skip
+    parser.add_argument("--step", type=whole_number(0), metavar="N",
+                        help="this step with all its rows, the others in one line each")  # fmt: skip
+    parser.add_argument("--op", metavar="NAME",
+                        help="this stage alone, such as attend or qkv_proj: formulas with numbers, source, every tensor")  # fmt: skip
+    parser.add_argument("--values", action="store_true", help="with --op: what its tensors held, in a few numbers")
+    parser.add_argument("--ops", action="store_true", help="with --op: the torch kernels that it ran")
+    parser.add_argument("--time", action="store_true",
+                        help="what each stage took, and the least that this machine could take for it")  # fmt: skip
+    parser.add_argument("--no-calibrate", action="store_true",
+                        help="do not measure this machine: no word about what a stage waits for")  # fmt: skip
+    parser.add_argument("--width", type=whole_number(MIN_WIDTH, MAX_WIDTH), metavar="N",
+                        help=f"columns, {MIN_WIDTH} to {MAX_WIDTH} (default: the terminal's; {WIDTH} in a pipe)")  # fmt: skip
+    parser.add_argument("--unicode", action="store_true", help="arrows and lines beyond ASCII")
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """``0,29`` as numbers; None for ``all``."""
+    if text == "all":
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{brief(text)}; expected numbers such as 0,29, or all") from None
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what cannot be done with any model, and read the prompts."""
+    if args.op is not None and (near := near_stages(args.op)):
+        which = "near it" if len(near) <= 5 else "rows are"
+        raise ConfigError(f"--op names {brief(args.op)}, which no row has; {which}: {', '.join(near)}")
+    for option, is_given in (("--values", args.values), ("--ops", args.ops)):
+        if is_given and args.op is None:
+            raise ConfigError(f"{option} shows what lies under one stage; give --op NAME as well")
+    if not args.dry_run and (args.config or args.lens):
+        raise ConfigError("--config and --lens belong to --dry-run, which is missing")
+    if args.dry_run and (args.prompts or args.verify or args.annotate or args.explain or args.time or args.values):
+        raise ConfigError("--dry-run runs shapes alone: it takes no prompt, and nothing that needs values or time")
+    if args.dry_run and not args.lens:
+        raise ConfigError("--dry-run needs --lens, the tokens of each request, such as --lens 4,1,1")
+    if not args.prompts and not (args.dry_run or args.annotate or args.explain):
+        raise ConfigError("a prompt is missing; expected a text to complete, or - for standard input")
+    args.prompts = read_prompts(args.prompts)
+    CacheConfig(args.block_size)
+    check_writable("--json", args.json)
+    check_writable("--html", args.html)
+
+
+def check_writable(option: str, path: str | None) -> None:
+    """Refuse a path that cannot be written; a file that is there stays whole until records come."""
+    if path is None or path == "-":
+        return
+    try:
+        open(path, "ab").close()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot write {brief(path)}: {reason}; give {option} a writable file") from None
+
+
+def view_options(args: argparse.Namespace, num_layers: int, width: int, roofline: Roofline | None) -> Options:
+    """What to print of a model with so many layers; `width` is where the command names none."""
+    return Options(
+        has_values=args.values,
+        has_time=args.time,
+        ridge=roofline.ridge if roofline else None,
+        bandwidth=roofline.bytes_per_s if roofline else None,
+        layers=_check_layers(args.layers, num_layers),
+        full=args.full,
+        step=args.step,
+        op=args.op,
+        width=args.width or width,
+        is_unicode=args.unicode,
+    )
+
+
+def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(num_layers))
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise ConfigError(f"--layers names layer {layer}; this model has layers 0 to {num_layers - 1}")
+    return layers
+
+
+def check_step(wanted: int | None, num_steps: int) -> None:
+    """Refuse a step that the run did not come to; known only at its end."""
+    if wanted is not None and wanted >= num_steps:
+        raise ConfigError(f"--step names step {wanted}; this run has steps 0 to {num_steps - 1}")
+
+
+def suggestions(args: argparse.Namespace, num_layers: int) -> Iterable[str]:
+    """Options to try next: those that this command did not use."""
+    tries: Sequence[tuple[str, bool]] = [
+        ("--full", args.full or args.op is not None),
+        (f"--layers 0,{num_layers - 1}", args.layers != (0,) or num_layers < 2),
+        ("--step 1", args.step is not None or args.max_tokens < 2),
+        ("--op attend", args.op is not None),
+        ("--html t.html", args.html is not None),
+        ("--explain cu_seqlens_q", False),
+        ("--json t.jsonl", args.json is not None),
+    ]
+    return (text for text, is_used in tries if not is_used)

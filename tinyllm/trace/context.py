@@ -1,0 +1,253 @@
+"""``with trace() as t:`` records every engine step that this thread makes in the block, and can say what it saw."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+from tinyllm.engine import Engine
+from tinyllm.errors import RequestError
+from tinyllm.llm import LLM
+from tinyllm.request import Request
+from tinyllm.trace.html import render_fragment
+from tinyllm.trace.ledger import LedgerError
+from tinyllm.trace.record import AnswerRecord, Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
+from tinyllm.trace.recorder import Call, Recorder
+from tinyllm.trace.session import StepReader, prompt_record, token_text
+from tinyllm.trace.terminal import render_run
+from tinyllm.trace.to_json import run_to_json
+from tinyllm.trace.values import Wanted
+
+_local = threading.local()  # .active: the traces whose blocks this thread is in, the outermost first
+
+
+@dataclass
+class _Source:
+    """An engine that made steps in the block, and the LLM around it, where there is one."""
+
+    engine: Engine
+    llm: LLM | None
+    reader: StepReader
+    requests: dict[str, Request] = field(default_factory=dict)  # by label
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+class Trace:
+    """What a block did to every dimension: a record of each engine step, and of tensor functions called outside one.
+
+    Shape checks are off inside the block, as the ledger checks more: it compares every dimension word of a step, and
+    LedgerError says at the block's end where two sizes disagree. Only this thread is watched. Nested blocks each get
+    the steps. Values are not kept, only sizes, so that long generations stay small. A step that fails keeps the rows
+    that came before, and its `failure` says where it ended.
+
+    values, residual, times and kernels ask for more, as in `trace_steps`; of nested blocks the innermost decides.
+
+    In a notebook it shows itself; `print` gives the same as text.
+    """
+
+    def __init__(
+        self,
+        values: Wanted | None = None,
+        residual: bool | None = None,
+        times: bool = False,
+        kernels: bool = False,
+    ) -> None:
+        self.steps: list[StepRecord] = []
+        self.calls: list[Call] = []  # of tensor functions that no engine step made
+        self._sources: list[_Source] = []
+        self._has_times = times
+        self._wanted: dict[str, Any] = {
+            "values": values,
+            "residual": values is not None if residual is None else residual,
+            "kernels": kernels,
+        }
+        self._error: LedgerError | None = None
+        self._recorder: Recorder | None = None
+
+    def __enter__(self) -> "Trace":
+        self._recorder = Recorder(self._on_step, **self._wanted)
+        self._recorder.__enter__()
+        _active().append(self)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        assert self._recorder is not None
+        self._recorder.__exit__(kind, error, traceback)
+        for trace in _active():
+            trace.calls += self._recorder.calls
+        _active().remove(self)
+        if error is None and self._error is not None:
+            raise self._error
+
+    # --- recording -----------------------------------------------------------------------------------------------------
+
+    def _on_step(self, frame: FrameType, output: Any, calls: list[Call], traced_ms: float) -> None:
+        """Called by the recorder where an engine step ends; a raise in here would end the tracing."""
+        schedule = frame.f_locals.get("schedule")
+        if schedule is None or not any(call.name == "build_batch" and not call.has_failed for call in calls):
+            return  # it failed before there was anything to see
+        caller = frame.f_back.f_locals.get("self") if frame.f_back else None
+        for trace in _active():
+            try:
+                trace._read(frame.f_locals["self"], caller, calls, schedule, output, traced_ms)
+            except LedgerError as error:
+                trace._error = trace._error or error
+
+    def _read(self, engine: Engine, caller: Any, calls: list[Call], *rest: Any) -> None:
+        source = self._find_source(engine, caller if isinstance(caller, LLM) else None)
+        step = source.reader.read(calls, *rest)
+        for request_record, entry in zip(step.requests, rest[0].scheduled, strict=True):
+            source.requests[request_record.label] = entry.request
+        source.steps.append(step)
+        self.steps.append(step)
+
+    def _find_source(self, engine: Engine, llm: LLM | None) -> _Source:
+        for source in self._sources:
+            if source.engine is engine:
+                return source
+        reader = StepReader(engine, llm.tokenizer if llm else None, has_times=self._has_times)
+        self._sources.append(_Source(engine, llm, reader))
+        return self._sources[-1]
+
+    # --- looking at it -------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> RunRecord:
+        """All steps of the first engine that made any. Raises RequestError where none did."""
+        if not self._sources:
+            raise RequestError(
+                "no engine step was made in this block by this thread; expected a call such as llm.generate(...)"
+            )
+        source = self._sources[0]
+        engine, llm = source.engine, source.llm
+        config, pool = engine.model.config, engine.kv_cache
+        return RunRecord(
+            model=llm.loaded.path.name if llm else config.name,
+            dtype=str(pool.kv.dtype).removeprefix("torch."),
+            attention=llm.loaded.attention if llm else "",
+            kv_shape=tuple(pool.kv.shape),
+            kv_bytes=pool.num_bytes,
+            dims={**config.dims(), **engine.cache_config.dims()},
+            prompts=tuple(_prompt(llm, label, request) for label, request in source.requests.items()),
+            steps=tuple(source.steps),
+            answers=tuple(_answer(llm, label, request) for label, request in source.requests.items()),
+            config_name=config.name,
+            prefix_caching=engine.cache_config.enable_prefix_caching,
+        )
+
+    def table(self) -> list[dict[str, Any]]:
+        """One record for each row of each step, ready for ``pandas.DataFrame``."""
+        return [_row(step, operation) for step in self.steps for operation in step.operations]
+
+    def find(self, name: str) -> list[dict[str, Any]]:
+        """Where tensors of this name were, with their words and sizes: ``t.find("scores")``."""
+        return [
+            {"step": step.index, "path": operation.path, "op": operation.label, "request": operation.request,
+             **_describe(operation.tensors[name])}
+            for step in self.steps
+            for operation in step.operations
+            if name in operation.tensors
+        ]  # fmt: skip
+
+    def diff(self, other: "Trace") -> list[dict[str, Any]]:
+        """The rows in which two runs differ: in shape, FLOPs or bytes, or as only one of them has it (None)."""
+        mine, theirs = ({_key(row): row for row in trace.table()} for trace in (self, other))
+        differing = (key for key in {**mine, **theirs} if _compared(mine.get(key)) != _compared(theirs.get(key)))
+        return [
+            {"step": key[0], "path": key[1], "op": key[2], "request": key[3],
+             "this": _compared(mine.get(key)), "other": _compared(theirs.get(key))}
+            for key in differing
+        ]  # fmt: skip
+
+    def __repr__(self) -> str:
+        tokens = sum(request.chosen is not None for step in self.steps for request in step.requests)
+        return f"<Trace: {len(self.steps)} steps, {tokens} tokens sampled, {len(self.calls)} calls outside steps>"
+
+    def __str__(self) -> str:
+        """The trace as text, as the command prints it."""
+        return "\n".join(render_run(self.run)) if self._sources else repr(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """What a notebook shows: the page's steps as HTML, else the text; the records for programs."""
+        bundle: dict[str, Any] = {"text/plain": str(self)}
+        if self._sources:
+            bundle |= {"text/html": render_fragment(self.run), "application/json": self.to_json()}
+        return {
+            kind: data for kind, data in bundle.items() if kind in (include or bundle) and kind not in (exclude or ())
+        }
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The run as the records of ``--json``: a header, the steps, a footer."""
+        return run_to_json(self.run)
+
+
+def _active() -> list[Trace]:
+    if not hasattr(_local, "active"):
+        _local.active = []
+    return _local.active
+
+
+def _prompt(llm: LLM | None, label: str, request: Request) -> PromptRecord:
+    """The prompt in words where its text gives just these tokens, or else token by token."""
+    tokenizer = llm.tokenizer if llm else None
+    for parse_special in (False, True):
+        if llm is None or request.prompt is None:
+            break
+        record = prompt_record(llm, label, request.prompt, parse_special)
+        if sum(map(len, record.words)) == request.num_prompt_tokens:
+            return record
+    words = tuple((token_text(tokenizer, token_id),) for token_id in request.prompt_token_ids)
+    return PromptRecord(label, request.prompt or "", words)
+
+
+def _answer(llm: LLM | None, label: str, request: Request) -> AnswerRecord:
+    text = llm.completion(request).text if llm else ""
+    return AnswerRecord(label, text, tuple(request.output_token_ids), request.finish_reason or "running", request.seed)
+
+
+def _row(step: StepRecord, operation: Operation) -> dict[str, Any]:
+    def show(names: Sequence[str], numeric: bool) -> str:
+        tensors = [operation.tensors[name] for name in names]
+        return ", ".join(f"[{','.join(map(str, t.shape if numeric else t.symbols))}]" for t in tensors)
+
+    return {
+        "step": step.index,
+        "phase": step.phase,
+        "path": operation.path,
+        "op": operation.label,
+        "kind": operation.stage.kind,
+        "layer": operation.layer,
+        "request": operation.request,
+        "in_sym": show(operation.inputs, False),
+        "out_sym": show(operation.outputs, False),
+        "in_shape": show(operation.inputs, True),
+        "out_shape": show(operation.outputs, True),
+        "flops": operation.flops,
+        "bytes_read": operation.bytes_read,
+        "bytes_written": operation.bytes_written,
+        "intensity": operation.intensity,
+        "time_us": operation.time_us,
+        "source": operation.source,
+    }
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["step"], row["path"], row["op"], row["request"]
+
+
+def _compared(row: dict[str, Any] | None) -> dict[str, Any] | None:
+    names = ("in_shape", "out_shape", "flops", "bytes_read", "bytes_written")
+    return None if row is None else {name: row[name] for name in names}
+
+
+def _describe(tensor: TensorRecord) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "sym": tensor.symbols,
+        "words": tensor.words,
+        "shape": tensor.shape,
+        "dtype": tensor.dtype,
+        "num_bytes": tensor.num_bytes,
+        "view_of": tensor.view_of,
+    }

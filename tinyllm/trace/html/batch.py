@@ -1,0 +1,109 @@
+"""The picture of the packed batch: all requests' tokens in one row, and the borders between them."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from tinyllm.trace.html.markup import Html, figure, group, label, line, picture, rect
+from tinyllm.trace.html.words import Tokens, colour_class, count_tokens, is_dry, shorten, show_token
+from tinyllm.trace.record import StepRecord
+from tinyllm.trace.terminal.text import plural, show_list
+
+MAX_CELLS = 36  # more tokens are drawn as one bar a request
+CELL, LEFT, TOP = 60, 104, 30
+FULL_WIDTH, NARROWEST = 800, 48  # of the bars
+
+
+def batch_figure(step: StepRecord, tokens: Tokens) -> Html:
+    """The flat batch as a strip: one cell a token, `cu_seqlens_q` above, position and slot below."""
+    num_tokens, ends = count_tokens(step), step.batch_values["cu_seqlens_q"]
+    is_detailed = num_tokens <= MAX_CELLS
+    edges = _edges(ends, is_detailed)
+    spans = "; ".join(
+        f"{request.label} has rows {start} to {end - 1}"
+        for request, (start, end) in zip(step.requests, pairwise(ends), strict=True)
+    )
+    svg = picture(
+        edges[-1] + 24, 176 if is_detailed else 92, f"Packed batch of step {step.index}",
+        f"{num_tokens} tokens in one row without padding. Borders cu_seqlens_q {show_list(ends)}. {spans}.",
+        _row_names(is_detailed), *(_cells(step, tokens) if is_detailed else _bars(step, edges)), *_borders(ends, edges),
+    )  # fmt: skip
+    scale = "" if is_detailed else f" Bars are in scale, but none is narrower than {NARROWEST} of {FULL_WIDTH}."
+    return figure(svg, f"packed batch of step {step.index}", _caption(step) + scale)
+
+
+def _edges(ends: Sequence[int], is_detailed: bool) -> list[float]:
+    """Where the borders stand, in pixels."""
+    counts = [end - start for start, end in pairwise(ends)]
+    widths = [CELL * count if is_detailed else max(NARROWEST, FULL_WIDTH * count / ends[-1]) for count in counts]
+    return list(accumulate(widths, initial=float(LEFT)))
+
+
+def _caption(step: StepRecord) -> str:
+    num_reqs, num_tokens, values = len(step.requests), count_tokens(step), step.batch_values
+    counts = f"{num_reqs} {plural(num_reqs, 'request')}, {num_tokens} {plural(num_tokens, 'row')}, no padding."
+    borders = (
+        f"cu_seqlens_q = {show_list(values['cu_seqlens_q'])} holds the borders: one more than there are requests, as each "
+        "end is the next one's begin."
+    )
+    heads = f"Only the rows under ▲ go on to the LM head: {show_list(values['logits_indices'])}."
+    is_cut = any(not request.samples for request in step.requests)
+    thrown_away = " Under (▲) the prompt goes on in a later step: that row's token is thrown away." if is_cut else ""
+    return f"{counts} {borders} {heads}{thrown_away}"
+
+
+def _row_names(is_detailed: bool) -> Html:
+    names = (
+        ["cu_seqlens_q", "token, id", "position", "slot", "LM head"]
+        if is_detailed
+        else ["cu_seqlens_q", "request", "LM head"]
+    )
+    heights = [16, 60, 106, 128, 158] if is_detailed else [16, 52, 84]
+    return group(*(label(LEFT - 12, y, name, "name", "end") for name, y in zip(names, heights, strict=True)))
+
+
+def _borders(ends: Sequence[int], edges: Sequence[float]) -> Iterator[Html]:
+    """A tick at each border, with its number."""
+    for end, x in zip(ends, edges, strict=True):
+        yield line(x, 21, x, TOP + 58, "border")
+        yield label(x, 16, str(end), "number strong", "middle")
+
+
+def _cells(step: StepRecord, tokens: Tokens) -> Iterator[Html]:
+    ends, values = step.batch_values["cu_seqlens_q"], step.batch_values
+    for request, (start, end) in zip(step.requests, pairwise(ends), strict=True):
+        parts: list[Html] = []
+        for row in range(start, end):
+            x, position = LEFT + CELL * row, values["positions"][row]
+            text = tokens.get((request.label, position))
+            parts += [
+                rect(x, TOP, CELL, 52, "cell"),
+                label(x + CELL / 2, TOP + 20, shorten(show_token(text), 7) if text else "", "token", "middle"),
+                label(
+                    x + CELL / 2, TOP + 38, "?" if is_dry(request) else str(values["token_ids"][row]), "small", "middle"
+                ),
+                label(x + CELL / 2, 106, str(position), "below number", "middle"),
+                label(x + CELL / 2, 128, str(values["slot_mapping"][row]), "below number", "middle"),
+            ]
+        name = label(LEFT + CELL * (start + end) / 2, 16, request.label, "strong", "middle")
+        marks = [_mark(LEFT + CELL * (row + 0.5), 158, request.samples) for row in _head_rows(step, start, end)]
+        yield group(*parts, name, *marks, class_=colour_class(request.label), data_request=request.label)  # fmt: skip
+
+
+def _bars(step: StepRecord, edges: Sequence[float]) -> Iterator[Html]:
+    """One bar a request, for a batch of many tokens."""
+    spans = zip(step.requests, pairwise(edges), pairwise(step.batch_values["cu_seqlens_q"]), strict=True)
+    for request, (left, right), (start, end) in spans:
+        marks = (_mark(right - 12, 84, request.samples) for _ in _head_rows(step, start, end))
+        yield group(
+            rect(left, TOP, right - left, 36, "cell"), label((left + right) / 2, TOP + 24, request.label, "on", "middle"),
+            *marks, class_=colour_class(request.label), data_request=request.label, data_rows=f"{start}..{end - 1}",
+        )  # fmt: skip
+
+
+def _head_rows(step: StepRecord, start: int, end: int) -> list[int]:
+    return [row for row in step.batch_values["logits_indices"] if start <= row < end]
+
+
+def _mark(x: float, y: float, is_kept: bool) -> Html:
+    """A row that goes to the LM head; in brackets where its token is thrown away, as the prompt goes on."""
+    return label(x, y, "▲" if is_kept else "(▲)", "below", "middle")

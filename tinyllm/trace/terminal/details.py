@@ -1,0 +1,179 @@
+"""What is known of one stage: its formulas with numbers filled in, its source, every named tensor. For --full and --op."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from tinyllm.shapes import evaluate
+from tinyllm.trace.record import Operation, Stats, TensorRecord
+from tinyllm.trace.terminal.options import NAME, Options
+from tinyllm.trace.terminal.rows import costs_of
+from tinyllm.trace.terminal.text import (
+    cut_to,
+    elide,
+    first_that_fits,
+    fold_words,
+    show_decimal,
+    show_number,
+    show_numbers,
+    show_symbols,
+    strip_annotation,
+    with_symbols,
+)
+
+
+def named_rows(operation: Operation, options: Options) -> Iterator[str]:
+    """The locals of a stage, each with its own words: in attention these are the six steps.
+
+    With --full, and where there is room, also the statement that made each.
+    """
+    layout = options.layout
+    for name in operation.locals:
+        tensor = operation.tensors[name]
+        left = f"  {cut_to(options.leaf + name, NAME - 1):{NAME}}"
+        view = f"view of {tensor.view_of}" if tensor.view_of else ""
+        made = " ".join(filter(None, (view, strip_annotation(tensor.source, name))))
+        if layout.source:
+            left += f"{show_symbols(tensor):{layout.symbolic}}{show_numbers(tensor):{layout.numeric // 2}}"
+            text = [made, with_symbols(made)]
+        elif options.full or not layout.numeric:
+            left += f"{show_symbols(tensor)}={show_numbers(tensor)}  "
+            text = [made, with_symbols(made)] if options.full else [view]
+        else:
+            left += f"{show_symbols(tensor):{layout.symbolic}}{show_numbers(tensor)}  "
+            text = [view]
+        yield cut_to(left + first_that_fits(text, max(4, options.width - len(left))), options.width).rstrip()
+
+
+def formula_row(operation: Operation, options: Options) -> Iterator[str]:
+    """FLOPs and bytes as formulas over symbols, in one line; nothing for a stage that only views."""
+    stage = operation.stage
+    if stage.flops == stage.read == stage.write == "0":
+        return
+    named = [("FLOP", stage.flops or "?"), ("read", stage.read), ("write", stage.write)]
+    parts = [f"{name} {with_symbols(formula)}" for name, formula in named if formula != "0"]
+    left = f"  {options.leaf + 'formula':{NAME}}"
+    yield left + first_that_fits(["  ".join(parts), parts[0]], options.width - len(left))
+
+
+# --- everything of one stage ----------------------------------------------------------------------------------------------
+
+
+def detail_rows(operation: Operation, options: Options) -> Iterator[str]:
+    """All that is known of a row: what it does, where, what it costs and why, and its tensors."""
+    yield from _fact(options, "what", operation.summary.split())
+    yield from _fact(options, "source", [f"tinyllm/{operation.source}"])
+    stage, sizes = operation.stage, operation.sizes
+    note = stage.counted + ("" if operation.dense_flops is None else f"; without the mask {operation.dense_flops}")
+    yield from _formula(options, "FLOPs", stage.flops, operation.flops, sizes, f"({note})")
+    yield from _formula(options, "reads", stage.read, operation.bytes_read, sizes)
+    yield from _formula(options, "writes", stage.write, operation.bytes_written, sizes)
+    yield from _bound(operation, options)
+    if operation.kernels:
+        yield from _fact(options, "torch", [f"{kernel};" for kernel in operation.kernels])
+    yield from tensor_rows(operation, options)
+
+
+def tensor_rows(operation: Operation, options: Options) -> Iterator[str]:
+    """Every named tensor with type and bytes; with --values what it holds."""
+    roles = {**dict.fromkeys(operation.locals, "local"), **dict.fromkeys(operation.outputs, "result")}
+    for name, tensor in operation.tensors.items():
+        role = roles.get(name, tensor.storage if tensor.storage == "weight" else "argument")
+        yield from _tensor(tensor, role, options)
+
+
+def _fact(options: Options, name: str, words: Sequence[str]) -> Iterator[str]:
+    return fold_words(f"  {options.leaf + name:{NAME}} ", words, options.width, " ")
+
+
+def _formula(
+    options: Options, name: str, formula: str | None, value: int | None, sizes: Mapping[str, int], note: str = ""
+) -> Iterator[str]:
+    """The formula in words (in symbols where these do not fit), with numbers, and its value."""
+    if formula is None or value is None:
+        yield from _fact(options, name, ["?"])
+        return
+    filled = fill_numbers(formula, sizes)
+    room = options.width - NAME - 3
+    text = first_that_fits([formula, with_symbols(formula)], room)
+    words = [text] if filled == formula == str(value) else [text, f"= {filled}", f"= {value}"]
+    yield from _fact(options, name, [*_break(words, room), *([note] if note else [])])
+
+
+def _break(words: Sequence[str], room: int) -> Iterator[str]:
+    """Words that are longer than a line, cut behind an operator."""
+    for word in words:
+        parts = re.findall(r".+?(?:[*+]|-(?!>)|$)", word) if len(word) > room else [word]
+        line = ""
+        for part in parts:
+            if len(line) + len(part) > room:
+                yield line
+                line = ""
+            line += part
+        yield line
+
+
+def fill_numbers(formula: str, sizes: Mapping[str, int]) -> str:
+    """The formula with each word's size in its place."""
+
+    def insert(match: re.Match[str]) -> str:
+        value = evaluate(match[0], sizes)
+        return match[0] if value is None else str(value)
+
+    return re.sub(r"[a-zA-Z_]\w*", insert, formula)
+
+
+def _bound(operation: Operation, options: Options) -> Iterator[str]:
+    costs = costs_of(operation)
+    if costs.intensity is None:
+        return
+    words = [f"{costs.intensity:.2f} FLOPs per byte"]
+    if options.ridge is not None:
+        sign = "<" if costs.intensity < options.ridge else ">"
+        words.append(f"{sign} ridge {options.ridge:.1f}: {costs.bound(options.ridge)}-bound")
+    yield from _fact(options, "intensity", words)
+
+
+def _tensor(tensor: TensorRecord, role: str, options: Options) -> Iterator[str]:
+    shape = f"{show_symbols(tensor)}={show_numbers(tensor)}"
+    words = [f"{shape} {tensor.dtype}", f"{show_number(tensor.num_bytes)}B {role}"]
+    if tensor.view_of:
+        words.append(f"view of {tensor.view_of}")
+    if not tensor.is_contiguous:
+        words.append("not contiguous")
+    if tensor.source:
+        made = strip_annotation(tensor.source, tensor.name)
+        words.append(first_that_fits([made, with_symbols(made)], options.width - NAME - 3))
+    yield from fold_words(f"  {cut_to(options.leaf + tensor.name, NAME):{NAME}} ", words, options.width)
+    if options.has_values and tensor.stats is not None:
+        yield from value_rows(tensor.stats, options)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------------
+
+
+def value_rows(stats: Stats, options: Options) -> Iterator[str]:
+    """What a tensor held: its range over all values, the begin of a row, and where the largest values stand.
+
+    The row of attention's weights is how the last query of the first head shares itself among the keys; the largest
+    values of the logits are the likeliest tokens.
+    """
+    texts = [show_value(value) for value in (stats.minimum, stats.maximum, stats.mean, stats.rms)]
+    words = [f"{texts[0]}..{texts[1]}", f"mean {texts[2]}", f"rms {texts[3]}"]
+    if stats.num_not_finite:
+        words.append(f"not finite: {stats.num_not_finite}")
+    yield from _lines(words, options)
+    if stats.row:
+        values = elide([show_decimal(value) for value in stats.row], options.width - NAME - 12, " ")
+        yield from _lines([f"last row {values}"], options)
+    if stats.largest:
+        tops = [f"{show_decimal(value)} at [{','.join(map(str, index))}]" for index, value in stats.largest]
+        yield from _lines(["largest " + tops[0], *tops[1:]], options)
+
+
+def show_value(value: float | None) -> str:
+    """A number, or ``?`` where no value was finite."""
+    return "?" if value is None else show_decimal(value)
+
+
+def _lines(words: Sequence[str], options: Options) -> Iterator[str]:
+    return fold_words(" " * (NAME + 3), words, options.width)

@@ -1,0 +1,86 @@
+"""--op: one stage in every step, with all that is known of it."""
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from tinyllm.trace.costs import STAGES
+from tinyllm.trace.record import Operation, StepRecord
+from tinyllm.trace.terminal.details import detail_rows, tensor_rows
+from tinyllm.trace.terminal.options import NAME, Options
+from tinyllm.trace.terminal.rows import cost_heads, note_row
+from tinyllm.trace.terminal.tensors import operation_row, title_of
+from tinyllm.trace.terminal.text import cut_to
+
+MODULE_LABELS = (
+    "embed_tokens", "rotary", "qkv_proj", "rope q", "rope k", "o_proj", "gate_up_proj", "down_proj", "lm_head"
+)  # fmt: skip
+"""The labels of rows that do not follow from a function's own name."""
+
+
+def stage_names() -> list[str]:
+    """Every name that --op takes: labels of rows, and functions."""
+    functions = (name.removesuffix(".forward") for name in STAGES)
+    labels = (name.removeprefix("apply_") for name in STAGES if not name.endswith(".forward"))
+    return list(dict.fromkeys([*MODULE_LABELS, *labels, *functions]))
+
+
+def near_stages(name: str) -> list[str]:
+    """No names where `name` is one of `stage_names`; else those that are written like it, or all."""
+    names = stage_names()
+    stem = re.sub(r" [A-Z]+$|\.forward$", "", name)  # "attend A" is one request's row
+    if any(stem.casefold() == known.casefold() for known in names):
+        return []
+    near = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    return near or [known for known in names if name.casefold() in known.casefold()] or names
+
+
+def is_stage(operation: Operation, name: str) -> bool:
+    """Whether a row goes by this name: its label, with or without its tensor or request, or its function."""
+    function = operation.function.removesuffix(".forward")
+    titles = (
+        operation.label,
+        operation.label.split()[0],
+        title_of(operation),
+        function,
+        function.removeprefix("apply_"),
+    )
+    return name.removesuffix(".forward").casefold() in (title.casefold() for title in titles)
+
+
+def stage_rows(step: StepRecord, options: Options) -> Iterator[str]:
+    """The rows of that name in the layers that are asked for and outside of them, each with its details.
+
+    A row that is equal to one before it but for its layer says so, and tells only its values.
+    """
+    assert options.op is not None
+    found = [
+        operation
+        for operation in step.operations
+        if is_stage(operation, options.op) and (operation.layer is None or operation.layer in options.layers)
+    ]
+    if not found:
+        yield note_row(options, f"no row {options.op} in this step and these layers")
+        return
+    yield cost_heads(options)
+    seen: dict[tuple, Operation] = {}
+    for operation in found:
+        yield operation_row(operation, options, _name(operation))
+        twin = seen.setdefault(_key(operation), operation)
+        if twin is operation:
+            yield from detail_rows(operation, options)
+        else:
+            yield note_row(options, f"all as in layer {twin.layer}" if twin.layer is not None else "all as above")
+            if options.has_values:
+                yield from tensor_rows(operation, options)
+
+
+def _name(operation: Operation) -> str:
+    """The layer first, as rows of several layers stand together; then as much of the title as fits."""
+    title = title_of(operation)
+    return title if operation.layer is None else cut_to(f"{operation.layer} {title}", NAME - 1)
+
+
+def _key(operation: Operation) -> tuple:
+    tensors = ((t.name, t.words, t.shape, t.dtype, t.storage) for t in operation.tensors.values())
+    return operation.function, operation.label, operation.request, operation.flops, tuple(tensors)
