@@ -9,8 +9,8 @@ from tinyllm import SamplingParams
 from tinyllm.layers.mlp import silu_and_mul
 from tinyllm.sampler import sample as sampler
 from tinyllm.trace import Ledger, Recorder, trace
-from tinyllm.trace.collect import collect_operations
-from tinyllm.trace.session import trace_steps
+from tinyllm.trace.collect import Memo, collect_operations
+from tinyllm.trace.session import StepReader, trace_steps
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=2, temperature=0.8, top_k=9, top_p=0.9, seed=1, ignore_eos=True)
@@ -33,7 +33,7 @@ def test_sharing_changes_no_row(tiny_llm):
     llm = tiny_llm()
     (request,) = llm.make_requests([[1, 2, 3]], FOUR)
     llm.engine.add_request(request)
-    memo: dict = {}
+    memo = Memo()
     while llm.engine.has_unfinished_requests:
         with Recorder() as recorder:
             llm.engine.step()
@@ -42,6 +42,19 @@ def test_sharing_changes_no_row(tiny_llm):
         assert collect_operations(recorder.calls, ledger, ["A"], memo) == collect_operations(
             recorder.calls, ledger, ["A"]
         )
+
+
+def test_the_memo_holds_one_step(tiny_llm):
+    llm = tiny_llm()
+    reader = StepReader(llm.engine, None)
+    (request,) = llm.make_requests([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+    llm.engine.add_request(request)
+    while llm.engine.has_unfinished_requests:
+        with Recorder() as recorder:
+            output = llm.engine.step()
+        step = reader.read(recorder.calls, output.schedule, output, 0.0)
+        held = [row for rows in reader._memo.rows.values() for row in rows.values()]
+        assert {id(row) for row in held} == {id(row) for row in step.operations}
 
 
 def test_a_row_of_another_batch_size_is_another_row(tiny_llm):

@@ -229,10 +229,29 @@ def test_diff_names_the_rows_in_which_two_runs_differ(tiny_llm):
 
 
 def test_its_json_follows_the_schema(tiny_llm, monkeypatch):
-    header, *steps, footer = traced(tiny_llm(), [[1, 2, 3]]).to_json()
+    header, *steps, footer = records = traced(tiny_llm(), [[1, 2, 3]]).to_json()
     assert (header["type"], footer["type"], footer["num_steps"]) == ("header", "footer", 5)
-    for step in steps:
-        jsonschema.validate(json.loads(json.dumps(step)), SCHEMA)
+    for record in records:
+        jsonschema.validate(json.loads(json.dumps(record, allow_nan=False)), SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**steps[0], "surplus": 1}, SCHEMA)
+
+
+def test_values_times_and_kernels_are_in_the_json(tiny_llm):
+    llm = tiny_llm()
+    with trace(values="attend", times=True, kernels=True) as t:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    _, step, _ = t.to_json()
+    jsonschema.validate(json.loads(json.dumps(step, allow_nan=False)), SCHEMA)
+    attends = [operation for operation in step["ops"] if operation["op"] == "attend"]
+    assert len(attends) == llm.loaded.config.num_layers
+    for operation in attends:
+        stats = {tensor["name"]: tensor["stats"] for tensor in operation["locals"]}
+        assert 0 <= stats["weights"]["min"] <= stats["weights"]["max"] <= 1
+        assert stats["masked"]["not_finite"] > 0
+        assert operation["time_us"] > 0 and any("aten.bmm" in kernel for kernel in operation["kernels"])
+    assert len(step["residual_rms"]) == llm.loaded.config.num_layers
+    assert step["failure"] == ""
 
 
 def test_long_generations_stay_small(tiny_llm):

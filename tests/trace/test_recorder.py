@@ -14,6 +14,7 @@ from tinyllm import SamplingParams
 from tinyllm.bench.__main__ import count_visited_frames
 from tinyllm.layers.attention import reference
 from tinyllm.layers.norm import RMSNorm, rms_norm
+from tinyllm.model import Decoder
 from tinyllm.trace import Recorder
 from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, _inherited_words, self_test
 
@@ -292,3 +293,27 @@ def test_a_failing_call_leaves_the_operators_watch_as_it_was():
         norm(torch.zeros(2, 3), torch.zeros(2, 3))
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert [kernel for _, kernel in recorder.calls[0].children[0].kernels or ()] == ["aten.add -> [2,3]"]
+
+
+def test_a_model_that_is_built_inside_the_block_has_its_paths(tiny_model):
+    config = tiny_model().config
+    with Recorder() as recorder:
+        for _ in range(3):  # the second may get the ids of the first
+            RMSNorm(4, 1e-5)
+            decoder = Decoder(config)
+            decoder.layers[1].mlp(torch.zeros(2, config.hidden_size))
+            del decoder
+    paths = [call.path for call in recorder.walk() if call.name == "Linear.forward"]
+    assert paths == ["gate_up_proj", "down_proj"] * 3, "no call has shown the recorder what the MLP is a part of"
+
+
+def test_an_engine_that_is_built_inside_the_block_has_its_paths(tiny_llm, tiny_model):
+    for _ in range(2):
+        with Recorder() as recorder:
+            decoder = Decoder(tiny_model().config)
+            decoder.load_state_dict(tiny_model().state_dict())
+            llm = tiny_llm(decoder)
+            llm.engine.add_request(llm.make_requests([[1, 2]], SamplingParams(max_tokens=1))[0])
+            llm.engine.step()
+        paths = {call.path for call in recorder.walk() if call.name == "Linear.forward"}
+        assert {"layers.0.self_attn.qkv_proj", "layers.1.mlp.down_proj"} <= paths

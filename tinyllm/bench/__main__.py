@@ -89,7 +89,7 @@ def _bench_overhead(title: str, step: Callable[[], None]) -> None:
         "unchecked": lambda: _unchecked(step),
         "checked": step,
         "recorder alone": lambda: _recorded(step),
-        "with trace(): ledger and records too": lambda: _traced(step),
+        "with trace(), ledger included": lambda: _traced(step),
     }
     timings = take_turns(variants, ROUNDS)
     _print(render(f"{title}, {_threads()}", timings))

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinyllm.shapes import WORDS
@@ -13,8 +13,15 @@ from tinyllm.trace.ledger import Ledger
 from tinyllm.trace.record import Operation, TensorRecord
 from tinyllm.trace.recorder import PACKAGE, Call, Value
 
-Memo = dict[Any, Any]
-"""Rows and tensors that were met before, by all that they follow from: equal layers and steps share them."""
+Rows = dict[Any, dict[str, Operation]]  # by all that a row follows from, and then by its path
+
+
+@dataclass
+class Memo:
+    """The rows of the step before: the next one takes those that are the same, so that long runs stay small."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the step's words
+    rows: Rows = field(default_factory=dict)
 
 
 def collect_operations(
@@ -26,11 +33,11 @@ def collect_operations(
 ) -> tuple[Operation, ...]:
     """Every stage of a step in order of time. The ledger must have checked the calls.
 
-    memo, kept from step to step, spares making what was made before. has_times gives each row its measured time: that
+    memo, kept from step to step, spares making what the step before had. has_times gives each row its measured time: that
     of its call without the stages inside it, which have rows of their own.
     """
-    memo = {} if memo is None else memo
-    step = memo.setdefault(("sizes", *ledger.sizes.items()), {})
+    memo = memo or Memo()
+    before, now = memo.rows if memo.sizes == ledger.sizes else {}, {}
     operations: list[Operation] = []
 
     def visit(call: Call, aliases: Mapping[str, str], request: str | None) -> int:
@@ -40,13 +47,14 @@ def collect_operations(
         inner_ns = sum([visit(child, _unify(child, call, aliases), request) for child in call.children])
         if call.name not in STAGES or call.has_failed:
             return inner_ns
-        operation = _find_operation(call, aliases, ledger, request, step)
+        operation = _find_operation(call, aliases, ledger, request, before, now)
         time_us = (call.elapsed_ns - inner_ns) / 1000 if has_times else None
         operations.append(_with_requested(operation, call, time_us))
         return call.elapsed_ns
 
     for root in calls:
         visit(root, {}, None)
+    memo.sizes, memo.rows = dict(ledger.sizes), now
     return tuple(operations)
 
 
@@ -108,23 +116,22 @@ def _is_same(value: Value, theirs: Value, call_line: int) -> bool:
 
 
 def _find_operation(
-    call: Call, aliases: Mapping[str, str], ledger: Ledger, request: str | None, step: Memo
+    call: Call, aliases: Mapping[str, str], ledger: Ledger, request: str | None, before: Rows, now: Rows
 ) -> Operation:
-    """The call's row, which an equal call at the same place of an earlier step may have had, or another layer's."""
+    """The call's row: that of an equal call in the step before, another layer's under a new path, or a new one."""
     facts = [(v.name, v.words, v.sizes, v.dtype, v.storage, v.is_contiguous) for v in call.values]
     views, label = tuple(_views_of(call)), _label(call)
     key = id(call.spec), label, request, tuple(facts), views, tuple(aliases.items()), tuple(call.ints.items())
-    by_path = step.get(key)
-    if by_path is None:
-        by_path = step[key] = {}
-    if call.path not in by_path:
-        twin = next(iter(by_path.values()), None)
+    rows, old = now.setdefault(key, {}), before.get(key, {})
+    if call.path not in rows:
+        twin = old.get(call.path) or next(iter((rows or old).values()), None)
         if twin is None:
-            operation = _operation(call, aliases, ledger, request, label, views)
-        else:
-            operation = Operation(**{**vars(twin), "path": call.path, "layer": _layer_of(call.path)})
-        by_path[call.path] = operation
-    return by_path[call.path]
+            twin = _operation(call, aliases, ledger, request, label, views)
+        is_here = twin.path == call.path
+        rows[call.path] = (
+            twin if is_here else Operation(**{**vars(twin), "path": call.path, "layer": _layer_of(call.path)})
+        )
+    return rows[call.path]
 
 
 def _operation(

@@ -82,6 +82,11 @@ class Operation:
         return self.flops / self.num_bytes if self.flops is not None and self.num_bytes else None
 
     @property
+    def has_values(self) -> bool:
+        """Whether it was asked what its tensors held."""
+        return any(tensor.stats for tensor in self.tensors.values())
+
+    @property
     def place(self) -> str:
         """Where the row stands in its layer, or in the step where it belongs to no layer."""
         return self.path if self.layer is None else self.path.split(".", 2)[2]

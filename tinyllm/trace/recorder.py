@@ -13,6 +13,7 @@ import itertools
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +171,7 @@ class Recorder:
         self._reading_ns = 0  # what reading took so far
         self._readers: dict[int, _Reader] = {}
         self._foreign = _FOREIGN.setdefault(PACKAGE, {})
-        self._module_paths: dict[int, str] = {}
+        self._module_paths: dict[int, tuple[weakref.ref[Module], str]] = {}
         self._seen_dataclasses: dict[int, object] = {}  # holds them, so that no id is given twice
 
     def __enter__(self) -> "Recorder":
@@ -334,9 +335,11 @@ class Recorder:
     def _path(self, frame: FrameType, reader: "_Reader", parent: Call | None) -> str:
         owner = frame.f_locals.get("self") if reader.is_method else None
         if isinstance(owner, Module):
-            if id(owner) not in self._module_paths:
-                self._module_paths.update({id(module): name for name, module in owner.named_modules()})
-            return self._module_paths[id(owner)]
+            known = self._module_paths.get(id(owner))
+            if known is None or known[0]() is not owner:  # a dead module's id may be another's by now
+                modules = owner.named_modules()
+                self._module_paths.update({id(module): (weakref.ref(module), name) for name, module in modules})
+            return self._module_paths[id(owner)][1]
         prefix = f"{parent.path}." if parent and parent.path else ""
         return prefix + reader.spec.qualname
 
@@ -361,7 +364,7 @@ class _Reader:
     def __init__(self, spec: FunctionSpec, code: CodeType):
         self.spec = spec
         self.code = code  # kept, so that its id stays its own
-        self.is_method = "self" in spec.arguments
+        self.is_method = "self" in spec.arguments and not spec.qualname.endswith(".__init__")  # that has no parts yet
         self.is_decoder_layer = spec.qualname == "DecoderLayer.forward"
         self.plans: dict[str, _Plan | None] = {}
 

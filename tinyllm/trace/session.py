@@ -62,7 +62,7 @@ class StepReader:
     tokenizer: Tokenizer | None
     history: History = field(default_factory=History)
     has_times: bool = False
-    _memo: Memo = field(default_factory=dict)  # rows that later steps may share
+    _memo: Memo = field(default_factory=Memo)
     _indices: Iterator[int] = field(default_factory=itertools.count)
 
     def read(

@@ -1,11 +1,13 @@
 """A step's record as the plain values that schema.json describes."""
 
+import math
 from typing import Any
 
 from tinyllm.trace.record import (
     Operation,
     RequestRecord,
     RunRecord,
+    Stats,
     StepRecord,
     TensorRecord,
     sizes_by_symbol,
@@ -70,6 +72,8 @@ def step_to_json(step: StepRecord) -> dict[str, Any]:
         "ops": [_operation_to_json(i, operation, first_seen) for i, operation in enumerate(step.operations)],
         "sampling": [_sampling_to_json(i, request) for i, request in enumerate(step.requests)],
         "totals": _totals_to_json(step),
+        "residual_rms": list(step.residual_rms),
+        "failure": step.failure,
     }
 
 
@@ -152,7 +156,7 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
     is_alone = operation.layer is None  # no other layer's row can be the same
     name = " ".join(filter(None, (operation.path, operation.label, operation.request)))
     same_as = name if is_alone else first_seen.setdefault(operation.shape_key(), name)
-    is_first = same_as == name
+    is_first = same_as == name or operation.has_values
     stage = operation.stage
     return {
         "seq": seq,
@@ -163,6 +167,11 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
         "request": operation.request,
         "in": [_tensor_to_json(operation.tensors[name]) for name in operation.inputs] if is_first else [],
         "out": [_tensor_to_json(operation.tensors[name]) for name in operation.outputs] if is_first else [],
+        **(
+            {"locals": [_tensor_to_json(operation.tensors[name]) for name in operation.locals]}
+            if operation.has_values
+            else {}
+        ),
         "expr": operation.summary,
         "flops": {
             "value": operation.flops,
@@ -176,6 +185,8 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
             "formula": f"read {stage.read}, write {stage.write}",
         },
         "intensity": None if operation.intensity is None else round(operation.intensity, 4),
+        **({} if operation.time_us is None else {"time_us": round(operation.time_us, 3)}),
+        **({"kernels": list(operation.kernels)} if operation.kernels else {}),
         "src": f"tinyllm/{operation.source}",
         "same_as": None if is_first else same_as,
     }
@@ -191,6 +202,19 @@ def _tensor_to_json(tensor: TensorRecord) -> dict[str, Any]:
         "storage": tensor.storage,
         "contiguous": tensor.is_contiguous,
         "view_of": tensor.view_of,
+        **({} if tensor.stats is None else {"stats": _stats_to_json(tensor.stats)}),
+    }
+
+
+def _stats_to_json(stats: Stats) -> dict[str, Any]:
+    return {
+        "min": stats.minimum,
+        "max": stats.maximum,
+        "mean": stats.mean,
+        "rms": stats.rms,
+        "not_finite": stats.num_not_finite,
+        "largest": [[list(index), value if math.isfinite(value) else str(value)] for index, value in stats.largest],
+        "row": [value if math.isfinite(value) else str(value) for value in stats.row],
     }
 
 
