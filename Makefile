@@ -4,6 +4,8 @@ PROMPT ?= The capital of France is
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A process for each core, with one thread each: the tests are many and small.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := trace
 .PHONY: trace test lint test-long bench walkthrough notebooks vocabularies clean
@@ -16,10 +18,10 @@ trace: $(VENV)/.runtime
 	@$(BIN)/python -m tinyllm.trace -- "$$PROMPT"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
