@@ -50,7 +50,8 @@ def test_its_python_runs(smollm2_sdpa, monkeypatch, capsys):
         exec(block, names)
     out = capsys.readouterr().out
     assert out.startswith(" Paris")
-    assert out.count("length") == 4, "two answers of the first script, two of the second"
+    assert out.count("length") == 5, "two answers of the first script, two of the second, one in the trace"
+    assert "== STEP 1  DECODE" in out
 
 
 def test_every_file_it_names_exists():

@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from tinyllm import SamplingParams
 from tinyllm.console import run
-from tinyllm.trace import Trace, annotate, command, trace
+from tinyllm.shapes import evaluate
+from tinyllm.trace import Trace, TraceError, annotate, command, trace
 from tinyllm.trace.calibrate import Roofline
 
 
@@ -122,8 +125,13 @@ def test_the_residual_stream_is_one_line(run_trace):
         (["x", "--values"], "--values shows what lies under one stage; give --op NAME"),
         (["x", "--ops"], "--ops shows"),
         (["x", "--lens", "4"], "--config and --lens belong to --dry-run"),
-        (["x", "--dry-run", "--lens", "4"], "--dry-run runs shapes alone: it takes no prompt"),
+        (["x", "--dry-run", "--lens", "4"], "--dry-run runs shapes alone: it cannot use a prompt"),
         (["--dry-run"], "--dry-run needs --lens"),
+        (["--dry-run", "--lens", "4", "--ops", "--op", "attend", "--seed", "1"], "it cannot use --ops, --seed"),
+        (["--dry-run", "--lens", "4", "--config", "smollm2-135m", "--step", "1"], "--step names step 1; this run has"),
+        (["x", "--verify", "--json", "v.jsonl"], "--json writes a trace, and --verify prints none"),
+        (["x", "--explain", "T", "--html", "e.html"], "--html writes a trace, and --explain prints none"),
+        (["x", "--json", "-", "--html", "-"], "--json and --html both name '-'"),
         (["--dry-run", "--config", "llama-3-9b", "--lens", "4"], "'llama-3-9b' is no preset; did you mean llama-3-8b"),
         (["--dry-run", "--config", "llama-3-8b", "--lens", "4,x"], "lens '4,x' is not understood"),
         (["--explain", "cu_seqlen_q"], "cu_seqlens_q"),
@@ -149,6 +157,88 @@ def test_a_trace_shows_itself(tiny_llm):
     assert [record["type"] for record in bundle["application/json"]][:2] == ["header", "step"]
     assert set(t._repr_mimebundle_(include=["text/plain", "text/html"], exclude=["text/html"])) == {"text/plain"}
     assert t.run.prompts[0].words == (("a", "b", "c"),), "one word of three tokens"
+
+
+def test_a_dry_run_takes_its_settings_from_the_model_where_no_config_is_named(capsys):
+    folder = Path(__file__).parents[1] / "data" / "tiny" / "llama_gqa"
+    assert run(command.main, ["--dry-run", "--model", str(folder), "--lens", "2"]) == 0
+    assert "layer 0 of 2" in (out := capsys.readouterr().out)
+    assert "--step" not in out.splitlines()[-1] and "--explain" not in out.splitlines()[-1], "nothing that would fail"
+
+
+def test_a_refused_run_leaves_no_file(run_trace, tmp_path):
+    path = tmp_path / "new.jsonl"
+    assert run_trace("Hello there", "--num-blocks", "2", "--block-size", "1", "--json", str(path))[0] == 2
+    assert not path.exists()
+    code, _, err = run_trace("Hi", "--max-tokens", "1", "--json", "-", "--step", "9")
+    assert (code, err) == (2, "tinyllm: --step names step 9; this run has steps 0 to 0\n")
+
+
+def test_annotate_shows_the_layer_that_is_asked_for(run_trace):
+    assert "layers.0: " in run_trace("--annotate", "tinyllm/layers/decoder.py", "--layers", "0")[1]
+    assert "layers.1: " in run_trace("--annotate", "tinyllm/layers/decoder.py")[1]
+    code, _, err = run_trace("--annotate", "tinyllm/layers/decoder.py", "--layers", "40")
+    assert code == 2 and "--layers names layer 40" in err
+
+
+@pytest.mark.parametrize(
+    "word", ["schedule", "sampled", "append", "block map", "kv bytes", "ridge", "ledger", "decode"]
+)
+def test_words_of_the_plain_rows_are_explained(word, refuse_to_load, capsys):
+    assert run(command.main, ["--explain", word]) == 0
+    assert capsys.readouterr().out.startswith(f"{word}: a word of the trace")
+
+
+def test_what_a_draw_was_likely_is_said_before_its_temperature(run_trace):
+    _, out, _ = run_trace("Hi", "--max-tokens", "1", "--temperature", "0.8", "--seed", "3")
+    assert re.search(r"^P sampled A +T=0.8 seed=3 .*  at T=1, uncut  \(length\)$", out, re.M)
+
+
+def test_two_engines_of_one_block_are_told_apart(tiny_llm):
+    one, other = tiny_llm(), tiny_llm(block_size=4)
+    with trace() as t:
+        one.generate("abc", SamplingParams(max_tokens=2))
+        other.generate("xyz!", SamplingParams(max_tokens=2))
+    keys = [(row["engine"], row["step"], row["path"], row["op"], row["request"]) for row in t.table()]
+    assert len(set(keys)) == len(keys)
+    assert "another engine made 2 more steps" in str(t)
+    with trace() as first:
+        tiny_llm().generate("abc", SamplingParams(max_tokens=2))
+    assert {row["engine"] for row in first.diff(t)} == {1}
+
+
+def test_a_block_cannot_be_entered_within_itself(tiny_llm):
+    t, llm = trace(), tiny_llm()
+    with t:
+        with pytest.raises(TraceError, match="this trace's block is under way"), t:
+            pass
+        llm.generate("abc", SamplingParams(max_tokens=2))
+    assert len(t.steps) == 2
+    with t:
+        llm.generate("abc", SamplingParams(max_tokens=2))
+    assert len(t.steps) == 4, "one after the other it can"
+
+
+def test_a_failed_step_shows_no_layer_that_never_ran(tiny_llm, monkeypatch):
+    llm = tiny_llm()
+    hook = llm.engine.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with trace() as t, pytest.raises(ZeroDivisionError):
+        llm.generate("abc")
+    hook.remove()
+    assert "the step ended here" in str(t) and "layer 0 of 2" in str(t)
+    assert "layers 1" not in str(t) and "layer 1 " not in str(t)
+
+
+def test_the_records_can_be_read_without_the_program(tiny_llm):
+    with trace() as t:
+        tiny_llm().generate(["abc", "de"], SamplingParams(max_tokens=1))
+    header, step, _ = t.to_json()
+    for operation in step["ops"]:
+        sizes = step["dims"] | operation.get("dims", {})
+        for tensor in operation["in"] + operation["out"]:
+            assert [evaluate(symbol, sizes) for symbol in tensor["sym"]] == tensor["shape"]
+    words = set(re.findall(r"[a-z]\w+", " ".join(operation["flops"]["formula"] for operation in step["ops"])))
+    assert words <= set(header["words"].values())
 
 
 def test_a_trace_of_nothing_says_so():

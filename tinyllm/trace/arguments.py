@@ -1,6 +1,7 @@
 """The options of the trace command, and what can be refused before a model is loaded."""
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
 
 from tinyllm.config import CacheConfig
@@ -10,6 +11,7 @@ from tinyllm.options import add_options, add_prompts, read_prompts, whole_number
 from tinyllm.trace.calibrate import Roofline
 from tinyllm.trace.terminal import MAX_WIDTH, MIN_WIDTH, WIDTH, Options, near_stages
 
+TOKEN_BUDGET = 2048
 EXAMPLES = """examples:
   {prog} "The capital of France is"
   {prog} "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
@@ -41,7 +43,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
                         "(default: as many as the prompts and their answers can need)")  # fmt: skip
     parser.add_argument("--no-prefix-caching", action="store_true",
                         help="share no blocks between prompts that begin with the same tokens")  # fmt: skip
-    parser.add_argument("--max-num-batched-tokens", type=whole_number(1), default=2048, metavar="N",
+    parser.add_argument("--max-num-batched-tokens", type=whole_number(1), default=TOKEN_BUDGET, metavar="N",
                         help="token budget of one step; a small one cuts the prefill into chunks (default 2048)")  # fmt: skip
     _add_views(parser)
     parser.add_argument("--json", type=file_path, metavar="FILE",
@@ -69,7 +71,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
 
 def _add_views(parser: argparse.ArgumentParser) -> None:
     """What is shown, and how."""
-    parser.add_argument("--layers", type=parse_layers, default="0", metavar="LIST",
+    parser.add_argument("--layers", type=parse_layers, metavar="LIST",
                         help="decoder layers to show row by row, such as 0,29 or all (default 0)")  # fmt: skip
     parser.add_argument("--full", action="store_true",
                         help="every row of every step, with every named tensor, its source line and the cost formulas")  # fmt: skip
@@ -88,10 +90,10 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unicode", action="store_true", help="arrows and lines beyond ASCII")
 
 
-def parse_layers(text: str) -> tuple[int, ...] | None:
-    """``0,29`` as numbers; None for ``all``."""
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``0,29`` as numbers; none for ``all``."""
     if text == "all":
-        return None
+        return ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -108,10 +110,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ConfigError(f"{option} shows what lies under one stage; give --op NAME as well")
     if not args.dry_run and (args.config or args.lens):
         raise ConfigError("--config and --lens belong to --dry-run, which is missing")
-    if args.dry_run and (args.prompts or args.verify or args.annotate or args.explain or args.time or args.values):
-        raise ConfigError("--dry-run runs shapes alone: it takes no prompt, and nothing that needs values or time")
-    if args.dry_run and not args.lens:
-        raise ConfigError("--dry-run needs --lens, the tokens of each request, such as --lens 4,1,1")
+    _check_dry_run(args)
+    _check_outputs(args)
     if not args.prompts and not (args.dry_run or args.annotate or args.explain):
         raise ConfigError("a prompt is missing; expected a text to complete, or - for standard input")
     args.prompts = read_prompts(args.prompts)
@@ -120,12 +120,44 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_writable("--html", args.html)
 
 
+def _check_dry_run(args: argparse.Namespace) -> None:
+    if not args.dry_run:
+        return
+    surplus = [
+        name
+        for name, is_given in (
+            ("a prompt", args.prompts), ("--verify", args.verify), ("--annotate", args.annotate),
+            ("--explain", args.explain), ("--time", args.time), ("--values", args.values), ("--ops", args.ops),
+            ("--num-blocks", args.num_blocks), ("--temperature", args.temperature), ("--seed", args.seed is not None),
+            ("--max-num-batched-tokens", args.max_num_batched_tokens != TOKEN_BUDGET),
+        )
+        if is_given
+    ]  # fmt: skip
+    if surplus:
+        raise ConfigError(f"--dry-run runs shapes alone: it cannot use {', '.join(surplus)}")
+    if not args.lens:
+        raise ConfigError("--dry-run needs --lens, the tokens of each request, such as --lens 4,1,1")
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Each output has a place of its own, and something to be written there."""
+    mode = "--explain" if args.explain else "--annotate" if args.annotate else "--verify" if args.verify else ""
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if mode and path is not None and (mode, option) != ("--annotate", "--html"):
+            raise ConfigError(f"{option} writes a trace, and {mode} prints none; leave one of them out")
+    if args.json is not None and args.json == args.html:
+        raise ConfigError(f"--json and --html both name {brief(args.json)}; expected two places")
+
+
 def check_writable(option: str, path: str | None) -> None:
     """Refuse a path that cannot be written; a file that is there stays whole until records come."""
     if path is None or path == "-":
         return
+    is_there = os.path.lexists(path)
     try:
         open(path, "ab").close()
+        if not is_there:
+            os.remove(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot write {brief(path)}: {reason}; give {option} a writable file") from None
@@ -138,7 +170,7 @@ def view_options(args: argparse.Namespace, num_layers: int, width: int, roofline
         has_time=args.time,
         ridge=roofline.ridge if roofline else None,
         bandwidth=roofline.bytes_per_s if roofline else None,
-        layers=_check_layers(args.layers, num_layers),
+        layers=check_layers((0,) if args.layers is None else args.layers, num_layers),
         full=args.full,
         step=args.step,
         op=args.op,
@@ -147,8 +179,9 @@ def view_options(args: argparse.Namespace, num_layers: int, width: int, roofline
     )
 
 
-def _check_layers(layers: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    if layers is None:
+def check_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """The layers that are asked for; ConfigError where the model has no such."""
+    if not layers:
         return tuple(range(num_layers))
     for layer in layers:
         if not 0 <= layer < num_layers:
@@ -162,15 +195,15 @@ def check_step(wanted: int | None, num_steps: int) -> None:
         raise ConfigError(f"--step names step {wanted}; this run has steps 0 to {num_steps - 1}")
 
 
-def suggestions(args: argparse.Namespace, num_layers: int) -> Iterable[str]:
+def suggestions(args: argparse.Namespace, num_layers: int, num_steps: int) -> Iterable[str]:
     """Options to try next: those that this command did not use."""
     tries: Sequence[tuple[str, bool]] = [
         ("--full", args.full or args.op is not None),
-        (f"--layers 0,{num_layers - 1}", args.layers != (0,) or num_layers < 2),
-        ("--step 1", args.step is not None or args.max_tokens < 2),
+        (f"--layers 0,{num_layers - 1}", args.layers is not None or num_layers < 2),
+        ("--step 1", args.step is not None or num_steps < 2),
         ("--op attend", args.op is not None),
         ("--html t.html", args.html is not None),
-        ("--explain cu_seqlens_q", False),
+        ("--explain cu_seqlens_q", args.dry_run),
         ("--json t.jsonl", args.json is not None),
     ]
     return (text for text, is_used in tries if not is_used)

@@ -16,7 +16,7 @@ from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons, how_fa
 from tinyllm.options import make_requests, naming_prompt, sampling_params
 from tinyllm.request import Request, SamplingParams
 from tinyllm.trace.annotate import annotate, annotate_html, find_source, record_calls
-from tinyllm.trace.arguments import check_arguments, check_step, make_parser, view_options
+from tinyllm.trace.arguments import check_arguments, check_layers, check_step, make_parser, view_options
 from tinyllm.trace.calibrate import measured_roofline
 from tinyllm.trace.dry_run import dry_run, parse_lens, read_config
 from tinyllm.trace.explain import explain
@@ -62,12 +62,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace
 
 
 def _run_dry(args: argparse.Namespace) -> None:
-    config = read_config(args.config)
+    config = read_config(args.model if args.config is None else args.config)
     with working("running the shapes"):
         run = dry_run(
             config, *parse_lens(args.lens), block_size=args.block_size, dtype=args.dtype, attention=args.attention
         )
     options = view_options(args, config.num_layers, terminal_width(), None)
+    check_step(args.step, len(run.steps))
     with contextlib.ExitStack() as files:
         write_run(run, make_outputs(args, options, files))
 
@@ -79,8 +80,8 @@ def _explain(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) ->
 
 
 def _annotate(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
-    layers = args.layers if args.layers is not None and args.layers != (0,) else (1,)
-    layer = min(layers[0], llm.loaded.config.num_layers - 1)
+    num_layers = llm.loaded.config.num_layers
+    (layer, *_) = check_layers((min(1, num_layers - 1),) if args.layers is None else args.layers, num_layers)
     runs = record_calls(llm, [request.prompt_token_ids for request in requests], requests[0].params)
     if args.html is None:
         print("\n".join(annotate(args.annotate, runs, layer)))
@@ -167,9 +168,12 @@ def trace_run(llm: LLM, requests: Sequence[Request], args: argparse.Namespace, o
     run = start_run(llm, args)
     for output in outputs:
         output.start(run)
+    num_steps = 0
     for step in _watched(llm, requests, args):
+        num_steps += 1
         for output in outputs:
             output.step(step)
+    check_step(args.step, num_steps)
     run = replace(run, answers=tuple(_answers(llm, requests)))
     for output in outputs:
         output.end(run)

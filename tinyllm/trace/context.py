@@ -13,7 +13,7 @@ from tinyllm.request import Request
 from tinyllm.trace.html import render_fragment
 from tinyllm.trace.ledger import LedgerError
 from tinyllm.trace.record import AnswerRecord, Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
-from tinyllm.trace.recorder import Call, Recorder
+from tinyllm.trace.recorder import Call, Recorder, TraceError
 from tinyllm.trace.session import StepReader, prompt_record, token_text
 from tinyllm.trace.terminal import render_run
 from tinyllm.trace.to_json import run_to_json
@@ -66,6 +66,8 @@ class Trace:
         self._recorder: Recorder | None = None
 
     def __enter__(self) -> "Trace":
+        if self in _active():
+            raise TraceError("this trace's block is under way; expected another trace() for a block within it")
         self._recorder = Recorder(self._on_step, **self._wanted)
         self._recorder.__enter__()
         _active().append(self)
@@ -137,8 +139,13 @@ class Trace:
         )
 
     def table(self) -> list[dict[str, Any]]:
-        """One record for each row of each step, ready for ``pandas.DataFrame``."""
-        return [_row(step, operation) for step in self.steps for operation in step.operations]
+        """One record for each row of each step, ready for ``pandas.DataFrame``; engines count from 0, as steps do."""
+        return [
+            {"engine": engine, **_row(step, operation)}
+            for engine, source in enumerate(self._sources)
+            for step in source.steps
+            for operation in step.operations
+        ]
 
     def find(self, name: str) -> list[dict[str, Any]]:
         """Where tensors of this name were, with their words and sizes: ``t.find("scores")``."""
@@ -155,7 +162,7 @@ class Trace:
         mine, theirs = ({_key(row): row for row in trace.table()} for trace in (self, other))
         differing = (key for key in {**mine, **theirs} if _compared(mine.get(key)) != _compared(theirs.get(key)))
         return [
-            {"step": key[0], "path": key[1], "op": key[2], "request": key[3],
+            {"engine": key[0], "step": key[1], "path": key[2], "op": key[3], "request": key[4],
              "this": _compared(mine.get(key)), "other": _compared(theirs.get(key))}
             for key in differing
         ]  # fmt: skip
@@ -166,7 +173,11 @@ class Trace:
 
     def __str__(self) -> str:
         """The trace as text, as the command prints it."""
-        return "\n".join(render_run(self.run)) if self._sources else repr(self)
+        if not self._sources:
+            return repr(self)
+        others = len(self.steps) - len(self.run.steps)
+        note = [f"! another engine made {others} more steps in this block: see .steps and .table()"] if others else []
+        return "\n".join([*render_run(self.run), *note])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """What a notebook shows: the page's steps as HTML, else the text; the records for programs."""
@@ -174,7 +185,9 @@ class Trace:
         if self._sources:
             bundle |= {"text/html": render_fragment(self.run), "application/json": self.to_json()}
         return {
-            kind: data for kind, data in bundle.items() if kind in (include or bundle) and kind not in (exclude or ())
+            kind: data
+            for kind, data in bundle.items()
+            if kind in (bundle if include is None else include) and kind not in (exclude or ())
         }
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -233,7 +246,7 @@ def _row(step: StepRecord, operation: Operation) -> dict[str, Any]:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["step"], row["path"], row["op"], row["request"]
+    return row["engine"], row["step"], row["path"], row["op"], row["request"]
 
 
 def _compared(row: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -679,19 +679,24 @@ def _explain_kind(kind: Kind, step: StepRecord | None) -> Meaning:
 def _explain_column(column: str, step: StepRecord | None) -> Meaning:
     what, why = COLUMNS[column]
     here = ""
-    if step and column != "pairs":
+    if step and column in ("FLOP", "BYTE", "F/B"):
         numbers = {
             "FLOP": f"{step.flops:,}",
             "BYTE": f"{step.num_bytes:,}",
             "F/B": f"{step.flops / step.num_bytes:.1f}",
         }
         here = f"{numbers[column]} in the whole step"
-    elif step:
+    elif step and column == "pairs":
         pairs = [f"{r.label} {_count_pairs(r)} of {r.query_len * r.seq_len}" for r in step.requests]
         here = _some(pairs)
-    return Meaning(f"{column}: a number of the trace's rows", (
-        ("is", what), ("why", why), ("here", here),
-        ("code", _code(PACKAGE / "trace" / "costs.py", _line_of(PACKAGE / "trace" / "costs.py", "STAGES"))),
+    is_cost = column in ("FLOP", "BYTE", "F/B", "pairs")
+    place = (
+        (PACKAGE / "trace" / "costs.py", "STAGES")
+        if is_cost
+        else (PACKAGE / "trace" / "terminal" / "__init__.py", "def render_step")
+    )
+    return Meaning(f"{column}: a number of the trace's rows" if is_cost else f"{column}: a word of the trace", (
+        ("is", what), ("why", why), ("here", here), ("code", _code(place[0], _line_of(*place))),
     ))  # fmt: skip
 
 

@@ -318,4 +318,51 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "pairs of a query and a key that attention needs, of those that a full matrix has",
         "the causal mask hides the keys behind each query; only a decode, with one query, needs all of them",
     ),
+    "schedule": (
+        "who computes how many tokens in this step",
+        "running requests first, then waiting ones as long as the token budget and the blocks last",
+    ),
+    "bpe": ("how a prompt became tokens", "bytes, words that merges never cross, then the pairs of the merge list"),
+    "sampled": (
+        "the token that each request got, with what else was likely",
+        "the numbers are the softmax of the logits, before temperature and truncation",
+    ),
+    "append": (
+        "where the sampled tokens stand, and what their keys and values will need",
+        "a token is appended when it is sampled; the step that computes it writes its key and value",
+    ),
+    "block map": (
+        "every block of the pool with its holders",
+        "null, held and free blocks add up to the pool; a free one may still be found by its tokens (cached)",
+    ),
+    "kv bytes": ("what keys and values take in memory", "two vectors of kv_size a token in every layer"),
+    "prefix hit": (
+        "blocks that were found instead of computed",
+        "equal beginnings have equal keys and values; the last token is always computed, as its logits are needed",
+    ),
+    "preempt": (
+        "a running request that lost its blocks",
+        "another one needed some; it starts over and keeps its tokens",
+    ),
+    "held back": ("the first waiting request did not start", "those behind it wait as well, so that nobody overtakes"),
+    "prefill": (
+        "a step, or a request's part of it, that computes a prompt",
+        "many rows share each weight that is read",
+    ),
+    "decode": ("a step that computes the token sampled last", "one row a request: the weights are read for few tokens"),
+    "mixed": ("a step in which some requests prefill and others decode", "the flat batch needs no distinction"),
+    "ledger": ("the comparison of all sizes in a step", "each word must have one size everywhere, or the run stops"),
+    "ridge": (
+        "FLOPs that this machine does while it moves a byte",
+        "a row with fewer FLOPs per byte waits for memory, one with more for arithmetic",
+    ),
+    "us": ("microseconds that a row took", "measured inside the tracer, its own reading taken off"),
+    "bound": (
+        "the least that a row can take on this machine",
+        "the larger of its FLOPs and its bytes over the two peaks",
+    ),
+    "residual rms": (
+        "the size of the residual stream behind each layer",
+        "every layer adds to it; a few values of the first token make it large in the middle layers",
+    ),
 }

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from tinyllm.trace.arguments import check_step, suggestions
+from tinyllm.trace.arguments import suggestions
 from tinyllm.trace.html import render_page
 from tinyllm.trace.record import RunRecord, StepRecord
 from tinyllm.trace.terminal import (
@@ -132,12 +132,11 @@ class TextOutput:
         self._num_steps += 1
 
     def end(self, run: RunRecord) -> None:
-        """Print the sums, the answers and what to try next. ConfigError where the step that was asked for never came."""
-        check_step(self.options.step, self._num_steps)
+        """Print the sums, the answers and what to try next."""
         self._print_rows(render_totals(self._totals, self.options))
         if run.answers:
             self._print_plain(["", *render_answers(run, self.options)])
-        self._print_plain(render_next(suggestions(self.args, run.dims["num_layers"]), self.options))
+        self._print_plain(render_next(suggestions(self.args, run.dims["num_layers"], self._num_steps), self.options))
 
     def _print_rows(self, lines: Iterable[str]) -> None:
         self._print(Text(line, STYLES.get(line[:1], "")) for line in lines)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from tinyllm.shapes import WORDS
 from tinyllm.trace.record import (
     Operation,
     RequestRecord,
@@ -11,7 +12,6 @@ from tinyllm.trace.record import (
     StepRecord,
     TensorRecord,
     sizes_by_symbol,
-    to_symbol,
 )
 
 SCHEMA_ID = "tinyllm.trace/1"
@@ -32,7 +32,7 @@ def header_to_json(run: RunRecord) -> dict[str, Any]:
         "attention": run.attention,
         "prefix_caching": run.prefix_caching,
         "dims": sizes_by_symbol(run.dims),
-        "words": {to_symbol(word): word for word in run.dims if to_symbol(word).isidentifier()},
+        "words": {word.symbol: name for name, word in WORDS.items()},
         "conventions": {
             "flops": "a multiply-add counts 2",
             "bytes": "each operand moved once",
@@ -172,6 +172,7 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
             if operation.has_values
             else {}
         ),
+        **({} if operation.request is None else {"dims": _request_dims(operation)}),
         "expr": operation.summary,
         "flops": {
             "value": operation.flops,
@@ -190,6 +191,12 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
         "src": f"tinyllm/{operation.source}",
         "same_as": None if is_first else same_as,
     }
+
+
+def _request_dims(operation: Operation) -> dict[str, int]:
+    """The sizes of the words that one request alone has, by symbol."""
+    names = [name for name, word in WORDS.items() if word.scope == "request" and name in operation.sizes]
+    return {WORDS[name].symbol: operation.sizes[name] for name in names}
 
 
 def _tensor_to_json(tensor: TensorRecord) -> dict[str, Any]:

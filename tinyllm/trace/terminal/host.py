@@ -62,7 +62,9 @@ def batch_rows(step: StepRecord, options: Options) -> Iterator[str]:
     yield _tensor_row(step, options, "token_ids", ids, [f"{form} -> " for form in lens])
     spans = [f"{r.label} {show_span(r.num_computed_tokens, r.seq_len)}" for r in requests]
     yield _tensor_row(step, options, "positions", elide(spans, width, "  "))
-    yield _tensor_row(step, options, "cu_seqlens_q", listed("cu_seqlens_q", "rows of each request"))
+    borders = values["cu_seqlens_q"]
+    owners = "rows " + "  ".join(f"{r.label} {a}:{b}" for r, a, b in zip(requests, borders, borders[1:], strict=False))
+    yield _tensor_row(step, options, "cu_seqlens_q", listed("cu_seqlens_q", owners, "rows of each request"))
     yield _tensor_row(step, options, "seq_lens", listed("seq_lens", "keys each request may read"))
     yield _tensor_row(step, options, "block_table", _block_table(step, width))
     slots = [f"{r.label} {show_runs(slots)}" for r, slots in zip(requests, _slots_by_request(step), strict=True)]
@@ -146,6 +148,8 @@ def _sampled(request: RequestRecord, width: int) -> Forms:
         return "no token: the logits are NaN or all -inf", "no token: logits not finite"
     others = [c for c in request.candidates if c.token_id != request.chosen.token_id]
     ending = f"  ({request.finish_reason})" if request.finish_reason else ""
+    if request.method != "greedy":
+        ending = "  at T=1, uncut" + ending
     tokens = [f"{quote(c.text)} {_probability(c.probability)}" for c in [request.chosen, *others]]
     return first_that_fits(as_many_as_fit(tokens, width - len(ending)), width - len(ending)) + ending
 

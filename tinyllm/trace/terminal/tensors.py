@@ -44,7 +44,8 @@ def render_section(
         yield from _rows(section.operations, known, options)
         return
     if layer not in options.layers:
-        folded = [i for i in range(num_layers) if i not in options.layers]
+        ran = {operation.layer for operation in step.operations}  # a failed step does not come to all of them
+        folded = [i for i in range(num_layers) if i in ran and i not in options.layers]
         if layer == folded[0]:
             yield from _folded_layers(step, folded, options)
         return
