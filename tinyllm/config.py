@@ -332,6 +332,10 @@ class CacheConfig:
         """Token slots of the whole pool, the null block's included."""
         return self.num_blocks * self.block_size
 
+    def count_blocks(self, seq_len: int) -> int:
+        """Blocks that hold `seq_len` tokens: ceil(seq_len / block_size)."""
+        return -(-seq_len // self.block_size)
+
     @property
     def max_cached_tokens(self) -> int:
         """Tokens that the usable blocks can hold."""

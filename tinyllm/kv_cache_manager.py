@@ -26,6 +26,7 @@ class KVCacheManager:
 
     def __init__(self, cache: CacheConfig):
         self.block_size = cache.block_size
+        self._count_blocks = cache.count_blocks
         self.enable_prefix_caching = cache.enable_prefix_caching
         self.pool = BlockPool(cache.num_blocks)
 
@@ -60,7 +61,7 @@ class KVCacheManager:
         return self._num_new_blocks(request, seq_len, hit_ids) + num_idle
 
     def _num_new_blocks(self, request: Request, seq_len: int, hit_ids: Sequence[int]) -> int:
-        return max(0, -(-seq_len // self.block_size) - len(hit_ids) - len(request.block_ids))
+        return max(0, self._count_blocks(seq_len) - len(hit_ids) - len(request.block_ids))
 
     def allocate_slots(self, request: Request, query_len: int, hit_ids: Sequence[int] = ()) -> list[int] | None:
         """Give the request the blocks for its next tokens, shared ones first; the new ones, or None where too few are free.

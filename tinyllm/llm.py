@@ -386,7 +386,7 @@ def _pool(max_model_len: int, block_size: int, num_blocks: int | None) -> CacheC
     """The KV pool; num_blocks None makes it hold max_model_len tokens, and never less than DEFAULT_POOL_TOKENS."""
     cache = CacheConfig(block_size)
     if num_blocks is None:
-        num_blocks = 1 + -(-max(max_model_len, DEFAULT_POOL_TOKENS) // block_size)
+        num_blocks = 1 + cache.count_blocks(max(max_model_len, DEFAULT_POOL_TOKENS))
     return replace(cache, num_blocks=num_blocks)
 
 

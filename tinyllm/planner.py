@@ -156,7 +156,7 @@ def count_req_blocks(seq_len: int, block_size: int = 16) -> int:
     """
     if seq_len < 1:
         raise ConfigError(f"a request of {seq_len} tokens; expected at least 1")
-    return -(-seq_len // CacheConfig(block_size).block_size)
+    return CacheConfig(block_size).count_blocks(seq_len)
 
 
 def kv_bytes_per_request(config: ModelConfig, seq_len: int, block_size: int = 1, bytes_per_value: int = 2) -> int:

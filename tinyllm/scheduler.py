@@ -159,7 +159,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig):
         if cache.max_cached_tokens < config.max_model_len:
-            needed = -(-config.max_model_len // cache.block_size) + 1
+            needed = cache.count_blocks(config.max_model_len) + 1
             raise ConfigError(
                 f"the KV pool of {cache.num_blocks - 1} usable blocks of {cache.block_size} holds {cache.max_cached_tokens} "
                 f"tokens and can never fit one request of max_model_len {config.max_model_len}; raise num_blocks to {needed} "

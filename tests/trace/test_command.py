@@ -16,27 +16,13 @@ from tinyllm import LLM, SamplingParams
 from tinyllm.console import run
 from tinyllm.trace import command, outputs
 from tinyllm.trace.arguments import make_parser
+from tinyllm.trace.session import answer_record, prompt_record, start_run
 from tinyllm.trace.terminal import WIDTH
 from tinyllm.weights import default
 from tinyllm.weights.load import build_decoder
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = {100: "trace_snapshot.txt", 80: "trace_snapshot_80.txt", 160: "trace_snapshot_160.txt"}  # by width
-
-
-@pytest.fixture
-def run_trace(monkeypatch, capsys, smollm2, smollm2_sdpa):
-    """run_trace(*argv) -> (exit code, stdout, stderr), with the session's model instead of a fresh load."""
-
-    def load(path, dtype, attention):
-        return {"reference": smollm2, "sdpa": smollm2_sdpa}[attention]
-
-    def run_trace(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(command, "load_model", load)
-        code = run(command.main, argv)
-        return code, *capsys.readouterr()
-
-    return run_trace
 
 
 def masked(text: str) -> str:
@@ -117,7 +103,7 @@ def test_a_run_that_is_over_is_written_like_one_that_goes_on(run_trace, smollm2)
     requests = llm.make_requests(["Hi"], SamplingParams(max_tokens=2))
     files = io.StringIO(), io.StringIO()
     args = make_parser("trace").parse_args(["Hi", "--block-size", "4"])
-    run = command.start_run(llm, args)
+    run = start_run(llm.engine, llm, [prompt_record(llm, "A", "Hi", False)])
     steps = []
 
     class Collect(outputs.JsonOutput):
@@ -126,7 +112,7 @@ def test_a_run_that_is_over_is_written_like_one_that_goes_on(run_trace, smollm2)
             super().step(step)
 
     command.trace_run(llm, requests, args, [Collect(files[0])])
-    answers = tuple(command._answers(llm, requests))
+    answers = (answer_record(llm, "A", requests[0]),)
     outputs.write_run(replace(run, steps=tuple(steps), answers=answers), [outputs.JsonOutput(files[1])])
     assert files[0].getvalue() == files[1].getvalue() and files[0].getvalue().count("\n") == 4
 

@@ -10,23 +10,6 @@ from tinyllm import SamplingParams
 from tinyllm.console import run
 from tinyllm.shapes import evaluate
 from tinyllm.trace import Trace, TraceError, annotate, command, trace
-from tinyllm.trace.calibrate import Roofline
-
-
-@pytest.fixture
-def run_trace(monkeypatch, capsys, smollm2, smollm2_sdpa):
-    """run_trace(*argv) -> (exit code, stdout, stderr); the machine has a ridge of 8, whatever it is."""
-
-    def load(path, dtype, attention):
-        return {"reference": smollm2, "sdpa": smollm2_sdpa}[attention]
-
-    def run_trace(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(command, "load_model", load)
-        monkeypatch.setattr(command, "measured_roofline", lambda: Roofline(80e9, 10e9))
-        code = run(command.main, argv)
-        return code, *capsys.readouterr()
-
-    return run_trace
 
 
 @pytest.fixture

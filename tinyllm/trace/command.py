@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from tinyllm.config import CacheConfig
 from tinyllm.console import EXIT_ERROR, working
 from tinyllm.errors import ConfigError, RequestError
 from tinyllm.llm import DEFAULT_MAX_MODEL_LEN, LLM, check_finish_reasons, how_far
@@ -21,9 +22,9 @@ from tinyllm.trace.calibrate import measured_roofline
 from tinyllm.trace.dry_run import dry_run, parse_lens, read_config
 from tinyllm.trace.explain import explain
 from tinyllm.trace.outputs import HtmlOutput, JsonOutput, Output, TextOutput, terminal_width, write_run
-from tinyllm.trace.record import AnswerRecord, RunRecord, StepRecord
+from tinyllm.trace.record import StepRecord
 from tinyllm.trace.recorder import self_test
-from tinyllm.trace.session import prompt_record, request_label, trace_steps
+from tinyllm.trace.session import answer_record, prompt_record, request_label, start_run, trace_steps
 from tinyllm.trace.terminal import MAX_WIDTH, Options
 from tinyllm.trace.verify import import_transformers, verify
 from tinyllm.weights.load import LoadedModel, load_model
@@ -134,7 +135,7 @@ def _prepare(loaded: LoadedModel, args: argparse.Namespace, params: SamplingPara
 
 def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
     """The pool's size: as asked for, or just large enough for all requests at their ends, and the null block."""
-    needs = [-(-end // args.block_size) for end in ends]
+    needs = [CacheConfig(args.block_size).count_blocks(end) for end in ends]
     if args.num_blocks is None:
         return 1 + sum(needs)
     if args.num_blocks <= max(needs):
@@ -145,27 +146,11 @@ def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
     return args.num_blocks
 
 
-def start_run(llm: LLM, args: argparse.Namespace) -> RunRecord:
-    """What is known of the run before its first step."""
-    pool, config = llm.engine.kv_cache, llm.loaded.config
-    return RunRecord(
-        model=llm.loaded.path.name,
-        dtype=args.dtype,
-        attention=llm.loaded.attention,
-        kv_shape=tuple(pool.kv.shape),
-        kv_bytes=pool.num_bytes,
-        dims={**config.dims(), **llm.engine.cache_config.dims()},
-        prompts=tuple(prompt_record(llm, request_label(i), text, args.special) for i, text in enumerate(args.prompts)),
-        steps=(),
-        answers=(),
-        config_name=config.name,
-        prefix_caching=llm.engine.cache_config.enable_prefix_caching,
-    )
-
-
 def trace_run(llm: LLM, requests: Sequence[Request], args: argparse.Namespace, outputs: Sequence[Output]) -> None:
     """Run the requests to their end; every output hears of the start, each step and the end."""
-    run = start_run(llm, args)
+    texts = enumerate(args.prompts)
+    prompts = (prompt_record(llm, request_label(i), text, args.special) for i, text in texts)
+    run = start_run(llm.engine, llm, prompts)
     for output in outputs:
         output.start(run)
     num_steps = 0
@@ -174,7 +159,8 @@ def trace_run(llm: LLM, requests: Sequence[Request], args: argparse.Namespace, o
         for output in outputs:
             output.step(step)
     check_step(args.step, num_steps)
-    run = replace(run, answers=tuple(_answers(llm, requests)))
+    answers = tuple(answer_record(llm, request_label(i), request) for i, request in enumerate(requests))
+    run = replace(run, answers=answers)
     for output in outputs:
         output.end(run)
 
@@ -189,13 +175,6 @@ def _watched(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) ->
         if step is None:
             return
         yield step
-
-
-def _answers(llm: LLM, requests: Sequence[Request]) -> Iterator[AnswerRecord]:
-    for i, completion in enumerate(map(llm.completion, requests)):
-        yield AnswerRecord(
-            request_label(i), completion.text, tuple(completion.token_ids), completion.finish_reason, completion.seed
-        )
 
 
 # --- the outputs --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,9 +12,9 @@ from tinyllm.llm import LLM
 from tinyllm.request import Request
 from tinyllm.trace.html import render_fragment
 from tinyllm.trace.ledger import LedgerError
-from tinyllm.trace.record import AnswerRecord, Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
+from tinyllm.trace.record import Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Call, Recorder, TraceError
-from tinyllm.trace.session import StepReader, prompt_record, token_text
+from tinyllm.trace.session import StepReader, answer_record, prompt_record, start_run, token_text
 from tinyllm.trace.terminal import render_run
 from tinyllm.trace.to_json import run_to_json
 from tinyllm.trace.values import Wanted
@@ -122,21 +122,10 @@ class Trace:
                 "no engine step was made in this block by this thread; expected a call such as llm.generate(...)"
             )
         source = self._sources[0]
-        engine, llm = source.engine, source.llm
-        config, pool = engine.model.config, engine.kv_cache
-        return RunRecord(
-            model=llm.loaded.path.name if llm else config.name,
-            dtype=str(pool.kv.dtype).removeprefix("torch."),
-            attention=llm.loaded.attention if llm else "",
-            kv_shape=tuple(pool.kv.shape),
-            kv_bytes=pool.num_bytes,
-            dims={**config.dims(), **engine.cache_config.dims()},
-            prompts=tuple(_prompt(llm, label, request) for label, request in source.requests.items()),
-            steps=tuple(source.steps),
-            answers=tuple(_answer(llm, label, request) for label, request in source.requests.items()),
-            config_name=config.name,
-            prefix_caching=engine.cache_config.enable_prefix_caching,
-        )
+        llm, requests = source.llm, source.requests.items()
+        run = start_run(source.engine, llm, (_prompt(llm, label, request) for label, request in requests))
+        answers = tuple(answer_record(llm, label, request) for label, request in requests)
+        return replace(run, steps=tuple(source.steps), answers=answers)
 
     def table(self) -> list[dict[str, Any]]:
         """One record for each row of each step, ready for ``pandas.DataFrame``; engines count from 0, as steps do."""
@@ -175,7 +164,7 @@ class Trace:
         """The trace as text, as the command prints it."""
         if not self._sources:
             return repr(self)
-        others = len(self.steps) - len(self.run.steps)
+        others = sum(len(source.steps) for source in self._sources[1:])
         note = [f"! another engine made {others} more steps in this block: see .steps and .table()"] if others else []
         return "\n".join([*render_run(self.run), *note])
 
@@ -212,11 +201,6 @@ def _prompt(llm: LLM | None, label: str, request: Request) -> PromptRecord:
             return record
     words = tuple((token_text(tokenizer, token_id),) for token_id in request.prompt_token_ids)
     return PromptRecord(label, request.prompt or "", words)
-
-
-def _answer(llm: LLM | None, label: str, request: Request) -> AnswerRecord:
-    text = llm.completion(request).text if llm else ""
-    return AnswerRecord(label, text, tuple(request.output_token_ids), request.finish_reason or "running", request.seed)
 
 
 def _row(step: StepRecord, operation: Operation) -> dict[str, Any]:

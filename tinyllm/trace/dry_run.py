@@ -107,7 +107,7 @@ def dry_run(
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype {brief(dtype)} is not supported; expected one of {', '.join(DTYPES)}")
     cache = CacheConfig(block_size, enable_prefix_caching=False)
-    cache = replace(cache, num_blocks=1 + sum(-(-seq_len // block_size) for seq_len in seq_lens))
+    cache = replace(cache, num_blocks=1 + sum(map(cache.count_blocks, seq_lens)))
     requests = _make_requests(query_lens, seq_lens, block_size)
     with torch.device("meta"):
         decoder = Decoder(config, attention).to(DTYPES[dtype])

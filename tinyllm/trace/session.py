@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,16 @@ from tinyllm.tokenizer import Tokenizer
 from tinyllm.trace.collect import Memo, collect_operations
 from tinyllm.trace.decisions import STARTED_AS, History, count_left, read_schedule, request_label
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.record import Candidate, PrefixHit, PromptRecord, RequestRecord, StepRecord, TensorRecord
+from tinyllm.trace.record import (
+    AnswerRecord,
+    Candidate,
+    PrefixHit,
+    PromptRecord,
+    RequestRecord,
+    RunRecord,
+    StepRecord,
+    TensorRecord,
+)
 from tinyllm.trace.recorder import Call, Recorder
 from tinyllm.trace.values import Wanted
 
@@ -144,6 +153,31 @@ class StepReader:
 
     def _candidate(self, token_id: int, probabilities: Tensor) -> Candidate:
         return Candidate(token_id, token_text(self.tokenizer, token_id), float(probabilities[token_id]))
+
+
+def start_run(engine: Engine, llm: LLM | None, prompts: Iterable[PromptRecord]) -> RunRecord:
+    """What is known of a run without its steps; llm None is an engine without one."""
+    pool, config = engine.kv_cache, engine.model.config
+    return RunRecord(
+        model=llm.loaded.path.name if llm else config.name,
+        dtype=str(pool.kv.dtype).removeprefix("torch."),
+        attention=llm.loaded.attention if llm else "",
+        kv_shape=tuple(pool.kv.shape),
+        kv_bytes=pool.num_bytes,
+        dims={**config.dims(), **engine.cache_config.dims()},
+        prompts=tuple(prompts),
+        steps=(),
+        answers=(),
+        config_name=config.name,
+        prefix_caching=engine.cache_config.enable_prefix_caching,
+    )
+
+
+def answer_record(llm: LLM | None, label: str, request: Request) -> AnswerRecord:
+    """What a request gave so far; without an LLM its tokens have no text."""
+    completion = llm.completion(request) if llm else None
+    text, reason = (completion.text, completion.finish_reason) if completion else ("", request.finish_reason)
+    return AnswerRecord(label, text, tuple(request.output_token_ids), reason or "running", request.seed)
 
 
 def prompt_record(llm: LLM, label: str, text: str, parse_special: bool) -> PromptRecord:
