@@ -46,7 +46,6 @@ TRACE_PARTS = {
     "terminal",
     "html",
     "explain",
-    "notes",
     "values",
     "kernels",
     "calibrate",

@@ -79,7 +79,10 @@ def used_words(text: str) -> Iterator[str]:
     """Every word, number and expression of the annotations, patterns and einops' axis sizes of a source."""
     for node in annotations(text):
         is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        yield from node.value.split() if is_string else [f"{ast.unparse(node)}: no literal string"]
+        if not is_string:
+            yield f"{ast.unparse(node)}: no literal string"
+            continue
+        yield from (word.removeprefix("_") for word in node.value.split())  # _query_len: each item has its own
     for call in einops_calls(text):
         pattern = pattern_of(call)
         if isinstance(pattern, ast.Constant) and isinstance(pattern.value, str):

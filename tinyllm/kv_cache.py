@@ -50,7 +50,7 @@ def write_kv(
     v: Float[Tensor, "num_tokens num_kv_heads head_dim"],
     slot_mapping: Int[Tensor, " num_tokens"],
 ) -> None:
-    """Put each token's key and value into its slot (vLLM: ``reshape_and_cache``)."""
+    """Put each token's key and value into its slot (vLLM: ``reshape_and_cache_flash``)."""
     k_slots: Float[Tensor, "num_slots num_kv_heads head_dim"] = layer_kv[0].flatten(0, 1)
     v_slots: Float[Tensor, "num_slots num_kv_heads head_dim"] = layer_kv[1].flatten(0, 1)
     k_slots.index_copy_(0, slot_mapping, k)

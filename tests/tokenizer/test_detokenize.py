@@ -69,7 +69,17 @@ def test_joined_pieces_are_the_decode_of_all_ids(data, skip_special, smollm2_tok
     for count, piece in enumerate(pieces[:-1], start=1):
         shown += piece
         later = smollm2_tokenizer.decode(token_ids[:count], skip_special)
-        assert later.startswith(shown) and later[len(shown) :] in ("", "\ufffd"), "all that is certain, and no more"
+        held = later[len(shown) :]  # two of a surrogate, whose bytes are replaced together
+        assert later.startswith(shown) and held in ("", "\ufffd", "\ufffd\ufffd"), "all that is certain, and no more"
+
+
+def test_the_begin_of_a_surrogate_waits_for_its_end(smollm2_tokenizer):
+    """Its three bytes can only be replaced, one by one, as in the whole text; a seed of the property above met two."""
+    ids = [
+        next(i for i in range(300) if smollm2_tokenizer.token_bytes(i) == bytes([byte])) for byte in b"\xed\xa1\x80!"
+    ]
+    assert stream(smollm2_tokenizer, ids) == ["", "", "\ufffd\ufffd\ufffd", "!", ""]
+    assert stream(smollm2_tokenizer, ids[:2]) == ["", "", "\ufffd\ufffd"]
 
 
 @hypothesis_settings

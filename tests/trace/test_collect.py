@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tinyllm import SamplingParams
+from tinyllm.layers.attention.per_request import lay_flat
 from tinyllm.layers.mlp import silu_and_mul
 from tinyllm.sampler import sample as sampler
 from tinyllm.trace import Ledger, Recorder, trace
 from tinyllm.trace.collect import Memo, collect_operations
 from tinyllm.trace.session import StepReader, trace_steps
+from tinyllm.trace.terminal import Options, render_step
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=2, temperature=0.8, top_k=9, top_p=0.9, seed=1, ignore_eos=True)
@@ -161,3 +163,57 @@ def test_the_reader_s_own_arithmetic_is_nobody_s(tiny_llm):
     with trace(kernels=True, values="*") as t:
         tiny_llm(max_model_len=32, num_blocks=9).generate([[1, 2, 3], [4, 5]], FOUR)
     assert [row.kernels for step in t.steps for row in step.operations] == kernels(kernels=True)
+
+
+# --- lists --------------------------------------------------------------------------------------------------------------
+
+
+def laid_flat(*query_lens: int):
+    """The row of a call of lay_flat with pieces of these lengths."""
+    with Recorder() as recorder:
+        lay_flat([torch.zeros(query_len, 9, 64) for query_len in query_lens])
+    ledger = Ledger({"num_heads": 9, "head_dim": 64, "q_size": 576})
+    ledger.check(recorder.calls)
+    (row,) = collect_operations(recorder.calls, ledger, [])
+    return row
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "template"),
+    [
+        ((5,), "{pieces[0]} -> {result}"),
+        ((5, 8), "{pieces[0]}+{pieces[1]} -> {result}"),
+        ((1, 1), "2x{pieces[0]} -> {result}"),
+        ((5, 1, 1, 1), "{pieces[0]}+3x{pieces[1]} -> {result}"),
+        ((1, 1, 5, 8, 1, 1, 1), "2x{pieces[0]}+..+3x{pieces[4]} -> {result}"),
+        ((1,) * 128, "128x{pieces[0]} -> {result}"),
+        (tuple(range(1, 65)), "{pieces[0]}+..+{pieces[63]} -> {result}"),
+    ],
+)
+def test_a_row_spells_a_list_s_shapes_out_as_far_as_it_stays_short(query_lens, template):
+    row = laid_flat(*query_lens)
+    assert row.stage.template == template
+    assert row.inputs == tuple(f"pieces[{i}]" for i in range(len(query_lens))) and row.outputs == ("result",)
+    assert [row.tensors[name].shape[0] for name in row.inputs] == list(query_lens)
+    assert row.bytes_read == row.bytes_written == 4 * 576 * sum(query_lens)
+
+
+def test_where_the_pieces_cannot_be_read_the_row_is_its_result():
+    with Recorder() as recorder:
+        lay_flat(iter([torch.zeros(3, 9, 64)]))  # type: ignore[arg-type]
+    ledger = Ledger({"num_heads": 9, "head_dim": 64, "q_size": 576})
+    ledger.check(recorder.calls)
+    (row,) = collect_operations(recorder.calls, ledger, [])
+    assert (row.stage.template, row.stage.symbolic, row.inputs) == ("{result}", "", ())
+
+
+def test_a_row_as_a_reader_sees_it(tiny_llm):
+    lines = [line for line in render_step(steps_of(tiny_llm())[0], None, Options()) if "lay_flat" in line]
+    assert len(lines) == 1 and "[3,4,16]+[2,4,16]->[5,4,16]" in lines[0] and "?" not in lines[0]
+
+
+def test_in_symbols_a_list_is_one_item_for_each_request(tiny_llm):
+    rows = [(s, o) for s in steps_of(tiny_llm()) for o in s.operations if o.stage.symbolic]
+    assert {row.stage.symbolic for _, row in rows} == {"R x {pieces[0]} -> {result}"}
+    assert all(len(row.inputs) == step.dims["num_reqs"] == 2 for step, row in rows)
+    assert {row.tensors["pieces[0]"].symbols for _, row in rows} == {("s", "nq", "d")}

@@ -14,11 +14,12 @@ import torch
 
 import tinyllm.trace
 from tinyllm import LLM, RequestError, SamplingParams, ShapeError
+from tinyllm.errors import ConfigError
 from tinyllm.layers.attention import reference
 from tinyllm.layers.mlp import MLP
 from tinyllm.request import Request
 from tinyllm.shapes import evaluate
-from tinyllm.trace import LedgerError, Trace, session, trace
+from tinyllm.trace import LedgerError, Trace, TraceError, session, trace
 from tinyllm.trace.session import trace_steps
 
 SCHEMA = json.loads((Path(tinyllm.trace.__file__).parent / "schema.json").read_text("utf-8"))
@@ -252,6 +253,28 @@ def test_values_times_and_kernels_are_in_the_json(tiny_llm):
         assert operation["time_us"] > 0 and any("aten.bmm" in kernel for kernel in operation["kernels"])
     assert len(step["residual_rms"]) == llm.loaded.config.num_layers
     assert step["failure"] == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "near"),
+    [("atend", "attend"), (["attend", "qkv_prj"], "qkv_proj"), ("*_prj", "o_proj"), ("attend, rop", "rope")],
+)
+def test_values_that_no_row_has_are_refused_at_once(values, near):
+    with pytest.raises(ConfigError, match=rf"^values names '.*', which no row has; near it: .*{near}"):
+        trace(values=values)
+
+
+@pytest.mark.parametrize(
+    "values", ["attend", "*_proj", "rope", "rope q", "mlp", "Linear.forward", ["*"], "", lambda _: False]
+)
+def test_values_of_rows_modules_and_patterns_are_taken(values):
+    trace(values=values)
+
+
+@pytest.mark.parametrize("other", [3, None, "a trace"])
+def test_a_trace_differs_from_traces_alone(other):
+    with pytest.raises(TraceError, match=r"^diff compares with .*; expected another trace"):
+        trace().diff(other)
 
 
 def test_long_generations_stay_small(tiny_llm):

@@ -70,8 +70,8 @@ def test_attention_counts_its_causal_pairs(query_len, seq_len):
 
 
 # Stages that touch less, or other things, than their arguments: rows of a table, slots of the pool, whole blocks,
-# the config's frequencies, a list of pieces.
-SPECIAL = {"Embedding.forward", "write_kv", "gather_kv", "RotaryEmbedding.forward", "gather_rows", "lay_flat"}
+# the config's frequencies.
+SPECIAL = {"Embedding.forward", "write_kv", "gather_kv", "RotaryEmbedding.forward", "gather_rows"}
 PLAIN = STAGES.keys() - SPECIAL - {name for name, stage in STAGES.items() if stage.kind == "view"}
 
 
@@ -105,7 +105,7 @@ def test_bytes_are_the_operands_moved_once(tiny_llm, tiny_model, dtype):
 
 def test_what_the_special_stages_move():
     sizes = {"num_tokens": 3, "hidden_size": 8, "num_logits": 2, "kv_size": 6, "num_req_blocks": 2, "block_size": 4, "e": 4,
-             "half_dim": 5, "q_size": 7}  # fmt: skip
+             "half_dim": 5}  # fmt: skip
     moved = {name: (count(STAGES[name].read, sizes), count(STAGES[name].write, sizes)) for name in SPECIAL}
     assert moved == {
         "Embedding.forward": (4 * 3 * 8 + 8 * 3, 4 * 3 * 8),  # the rows that are looked up, and the ids
@@ -113,7 +113,6 @@ def test_what_the_special_stages_move():
         "gather_kv": (4 * 2 * 2 * 4 * 6 + 8 * 2, 4 * 2 * 2 * 4 * 6),  # whole blocks
         "RotaryEmbedding.forward": (8 * 3 + 4 * 5, 4 * 2 * 3 * 5),
         "gather_rows": (4 * 2 * 8 + 8 * 2, 4 * 2 * 8),
-        "lay_flat": (4 * 3 * 7, 4 * 3 * 7),
     }
 
 
@@ -145,3 +144,16 @@ def test_an_unknown_cost_is_none_and_never_zero():
 def test_every_kind_has_a_letter_of_its_own():
     assert len(set(KIND_LETTERS.values())) == len(KIND_LETTERS)
     assert {stage.kind for stage in STAGES.values()} <= KIND_LETTERS.keys()
+
+
+def test_every_row_has_inputs_and_outputs(tiny_llm, tiny_model):
+    for row in random_step(tiny_llm, torch.float32, tiny_model):
+        assert row.inputs and row.outputs, row.path
+
+
+def test_a_cache_write_s_output_is_the_pool_that_it_changes(tiny_llm, tiny_model):
+    rows = [row for row in random_step(tiny_llm, torch.float32, tiny_model) if row.function == "write_kv"]
+    assert [(row.inputs, row.outputs) for row in rows] == [(("layer_kv", "k", "v", "slot_mapping"), ("layer_kv",))] * 2
+    assert {row.tensors[name].storage for row in rows for name in row.outputs} == {"kv_pool"}
+    stages = {name: stage for name, stage in STAGES.items() if stage.updates or stage.updated_at}
+    assert stages.keys() == {"write_kv"} and rows[0].tensors[stages["write_kv"].updated_at].words == ("num_tokens",)

@@ -45,9 +45,9 @@ def run(tiny_llm, name: str) -> list:
     return list(trace_steps(llm, llm.make_requests(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))))
 
 
-def text_of(steps, width: int = WIDTH) -> list[str]:
+def text_of(steps, width: int = WIDTH, full: bool = False) -> list[str]:
     pairs = zip(steps, [None, *steps[:-1]], strict=True)
-    return ["\n".join(render_step(step, previous, Options(width=width))) for step, previous in pairs]
+    return ["\n".join(render_step(step, previous, Options(width=width, full=full))) for step, previous in pairs]
 
 
 # --- laws of every run -------------------------------------------------------------------------------------------------
@@ -168,10 +168,13 @@ def rows(text: str, name: str) -> list[str]:
 
 def test_a_plain_run_says_nothing_that_is_a_matter_of_course(tiny_llm):
     first, *others = text_of(run(tiny_llm, "alone"))
+    usual = ["schedule", "token_ids", "cu_seqlens_q", "seq_lens", "block_table", "slot_mapping", "block map", "sampled"]
+    assert re.findall(r"^P (block map|kv bytes|\w+)", first, re.M) == usual
+    assert [re.findall(r"^P (block map|\w+)", text, re.M).count("block map") for text in others] == [0, 1, 0]
+    first, *others = text_of(run(tiny_llm, "alone"), full=True)
     usual = ["schedule", "token_ids", "positions", "cu_seqlens_q", "seq_lens", "block_table", "slot_mapping",
              "logits_indices", "block map", "kv bytes", "sampled", "append"]  # fmt: skip
     assert re.findall(r"^P (block map|kv bytes|\w+)", first, re.M) == usual
-    assert [re.findall(r"^P (block map|\w+)", text, re.M).count("block map") for text in others] == [0, 1, 0]
     assert rows(first, "append") == ["P append  A at 3  no KV yet: A has room in block 1"]
     assert rows(others[0], "append") == ["P append  A at 4  no KV yet: A needs a new block"]
     assert rows(others[-1], "append") == ["P append  A at 6  the last one: no step computes its KV"]
@@ -251,7 +254,8 @@ def test_many_requests_are_counted_where_they_cannot_be_listed(tiny_llm):
     steps = run(tiny_llm, "crowded")
     text = "\n".join(text_of(steps))
     assert re.search(r"^P schedule +19 new +token budget", text, re.M)
-    assert re.search(r"^P append +19 tokens +no KV yet: 19 have room$", text, re.M)
+    assert re.search(r"^  \| 34 alike +gather_kv, attend of 17 other requests +", text, re.M)
+    assert re.search(r"^P append +19 tokens +no KV yet: 19 have room$", "\n".join(text_of(steps, full=True)), re.M)
     assert re.search(r"^P freed +19 requests ended in step 2 +blocks \[\d+,.*\] came back$", text, re.M)
     assert re.search(r"^P held back T +blocks are short: it needs 1, free are 0 \(10 more behind it\)$", text, re.M)
     assert re.search(r"^P block map +1 null\+19 held\+0 free=20 +held by 19 requests$", text, re.M)

@@ -87,3 +87,25 @@ def test_the_key_is_what_a_code_object_knows_of_itself(function):
 @pytest.mark.parametrize("text", ["int", "list[int]", "Callable[[Tensor], Tensor]", "None", "Tensor | None"])
 def test_annotations_without_words(text):
     assert words_of(ast.parse(text, mode="eval").body) is None
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        ('list[Float[Tensor, "query_len num_heads"]]', ("query_len", "num_heads")),
+        ('Sequence[Float[Tensor, "_query_len num_heads"]] | None', ("query_len", "num_heads")),
+        ('tuple[Float[Tensor, " num_tokens"], ...]', ("num_tokens",)),
+        ('tuple[Float[Tensor, " num_tokens"], Float[Tensor, " num_tokens"]]', None),
+        ("list[int]", None),
+        ("tuple[int, ...]", None),
+        ("Sequence[Tensor]", None),
+    ],
+)
+def test_the_words_of_a_list_are_those_of_its_items(annotation, words):
+    assert words_of(ast.parse(annotation, mode="eval").body) == words
+
+
+def test_results_of_any_number_have_the_words_of_each(tmp_path):
+    file = tmp_path / "lists.py"
+    file.write_text('def cut(x) -> tuple[Float[Tensor, " num_tokens"], ...]:\n    return x\n')
+    assert function_specs(file)["cut", 1].results == (("num_tokens",),)

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
-from itertools import pairwise
-from math import prod
+from itertools import combinations, pairwise
+from math import dist, prod
 
 import pytest
 
@@ -15,10 +15,12 @@ from tinyllm.trace.decisions import request_label
 from tinyllm.trace.html import render_fragment, render_page
 from tinyllm.trace.html.blocks import MAX_BLOCKS
 from tinyllm.trace.html.boxes import LONGEST
-from tinyllm.trace.html.rows import fold_layers
-from tinyllm.trace.html.words import show_token
+from tinyllm.trace.html.fold import fold_layers, fold_requests
+from tinyllm.trace.html.roofline import NEAREST
+from tinyllm.trace.html.words import shorten, show_token
 from tinyllm.trace.record import AnswerRecord, Candidate, PromptRecord, RunRecord
 from tinyllm.trace.session import trace_steps
+from tinyllm.trace.terminal.text import show_number
 
 HOSTILE = "</script><svg onload=alert(1)>\"'&amp;\u202e\ud800\n\x00"
 VOID = {"meta", "br", "col"}
@@ -143,6 +145,11 @@ def page(run) -> Node:
     return parse(render_page(run, RIDGE))
 
 
+def rows_of(table: Node) -> list[Node]:
+    """The lines of the first table, without those of a table within a line."""
+    return [child for child in table.find("tbody")[0].children if isinstance(child, Node)]
+
+
 def picture(page: Node, title: str) -> Node:
     [found] = [svg for svg in page.find("svg") if svg.find("title")[0].text == title]
     return found
@@ -177,7 +184,12 @@ def test_a_page_has_landmarks_and_headings_in_order(page):
     assert levels[0] == 1 and all(later - earlier <= 1 for earlier, later in pairwise(levels))
 
 
-def test_pictures_and_tables_speak(page):
+def test_pictures_and_tables_speak(page, crowd):
+    for tree in (page, parse(render_page(crowd, RIDGE))):
+        assert_speaks(tree)
+
+
+def assert_speaks(page: Node) -> None:
     for svg in page.find("svg"):
         assert svg.attributes["role"] == "img"
         assert all(len(svg.find(tag)) == 1 and svg.find(tag)[0].text for tag in ("title", "desc"))
@@ -186,7 +198,7 @@ def test_pictures_and_tables_speak(page):
     for table in page.find("table"):
         assert table.find("caption")[0].text
         assert all(node.attributes["scope"] in ("col", "row") for node in table.find("th"))
-        assert all(row.find("th", "")[0].attributes["scope"] == "row" for row in table.find("tbody")[0].find("tr"))
+        assert all(row.find("th")[0].attributes["scope"] == "row" for row in rows_of(table))
     for box in page.find("div", "scroll"):
         assert box.attributes["tabindex"] == "0" and box.attributes["aria-label"]
     assert all(
@@ -227,16 +239,112 @@ def test_the_style_of_a_fragment_stays_inside_it(run):
     selectors = [selector for rule in re.findall(r"([^{}]+)\{", style) for selector in rule.split(",")]
     assert len(selectors) > 80 and all(selector.strip().startswith(".tinyllm") for selector in selectors)
     assert not any("id" in node.attributes for node in fragment.walk())
-    assert "prefers-color-scheme: dark" in fragment.find("style")[0].text
+    assert "prefers-color-scheme:dark" in fragment.find("style")[0].text
 
 
 def test_sizes(default_run):
     page = render_page(default_run, 12.0)
     assert len(default_run.steps) == 8 and default_run.dims["num_layers"] == 30
-    assert len(page.encode()) < 1_000_000
-    assert len(render_fragment(replace(default_run, steps=default_run.steps[:2])).encode()) < 200_000
+    assert len(page.encode()) < 700_000
+    assert len(render_fragment(replace(default_run, steps=default_run.steps[:2])).encode()) < 130_000
     names = [node.find("strong")[0].text for node in parse(page).find("details", "layers")]
     assert names == ["before the layers", "layer 0", "layers 1 to 29, all alike", "after the layers"] * 8
+
+
+TEXTS = [
+    "The capital of France is",
+    "Water boils at 100 degrees",
+    "2 + 2 =",
+    "Hello",
+    "def add(a, b):",
+    "A haiku about rain in autumn and the sound of the river:",
+    "Once upon a time, in a land far away,",
+    "Name three planets of the solar system and say which one is the largest of them.",
+    "The opposite of hot is",
+]
+
+
+@pytest.fixture(scope="module", params=[9, 16])
+def crowd(request, smollm2) -> RunRecord:
+    """Two steps of the default model with many requests of different lengths, some of which share a block."""
+    texts = [TEXTS[i % len(TEXTS)] + " and more" * (i // len(TEXTS) + 4 * (i % 5)) for i in range(request.param)]
+    run = record_run(LLM(smollm2), texts, 2)
+    assert [len(step.requests) for step in run.steps] == [request.param] * 2
+    assert len(set(run.steps[0].batch_values["seq_lens"])) > 7
+    return run
+
+
+def test_sizes_with_many_requests(crowd):
+    fragment = render_fragment(crowd)
+    assert len(fragment.encode()) < 200_000
+    assert_self_contained(fragment)
+    eight = replace(crowd, steps=(crowd.steps[0], *(replace(crowd.steps[1], index=i) for i in range(1, 8))))
+    assert len(render_page(eight, 12.0).encode()) < 1_500_000
+
+
+def test_rows_of_many_requests_are_one_line_with_each_share(crowd):
+    step = crowd.steps[0]
+    table = parse(render_fragment(crowd)).find("details", "layers")[1]
+    folded = [line for line in rows_of(table) if "data-requests" in line.attributes]
+    first, last = step.requests[0].label, step.requests[-1].label
+    assert [line.find("th")[0].text for line in folded] == [
+        f"{name} {first}…{last}" for name in ("gather_kv", "attend")
+    ]
+    for line, name in zip(folded, ("gather_kv", "attend"), strict=True):
+        calls = [op for op in step.layer(0) if op.label == name]
+        flops, num_bytes = (int(data.attributes["value"] or -1) for data in line.find("data"))
+        assert (flops, num_bytes) == (sum(op.flops or 0 for op in calls), sum(op.num_bytes for op in calls))
+        [shares] = line.find("table", "shares")
+        heads = [head.text for head in shares.find("thead")[0].find("th")]
+        assert heads[0] == "request" and "S" in heads and heads[-1] == "bytes"
+        cells = [[cell.text for cell in share.children if isinstance(cell, Node)] for share in rows_of(shares)]
+        assert [row[0] for row in cells] == [request.label for request in step.requests]
+        assert [row[heads.index("S")] for row in cells] == [str(request.seq_len) for request in step.requests]
+        assert [row[-1] for row in cells] == [show_number(op.num_bytes) for op in calls]
+    low, high = (pick(request.query_len for request in step.requests) for pick in (min, max))
+    assert f"[s,nq,d].[S,nk,d] → [s,nq,d] [{low}–{high},9,64]." in folded[1].text
+
+
+def test_a_folded_row_shows_what_was_in_the_step_before(crowd):
+    table = parse(render_fragment(crowd)).find("details", "step")[1].find("details", "layers")[1]
+    [attend] = [line for line in rows_of(table) if line.find("th")[0].text.startswith("attend")]
+    low, high = (pick(request.query_len for request in crowd.steps[0].requests) for pick in (min, max))
+    assert f"in the step before: [{low}–{high},9,64]." in attend.text
+
+
+def test_rows_stay_apart_for_two_requests_and_fold_for_three(default_run):
+    operations = default_run.steps[0].layer(0)
+    assert all(len(row) == 1 for row in fold_requests(operations))
+    of_two = [op for op in operations if op.request]
+    of_three = [*of_two, *(replace(op, request="C") for op in of_two if op.request == "B")]
+    rows = [[op.request for op in row] for row in fold_requests(of_three)]
+    assert rows == [["A", "B", "C"]] * 2
+
+
+def test_many_requests_that_decode_are_one_sentence(crowd):
+    first, second = parse(render_fragment(crowd)).find("details", "step")
+    places = ", ".join(f"{request.label} at {request.num_computed_tokens}" for request in crowd.steps[1].requests)
+    count = len(crowd.steps[1].requests)
+    assert f"{count} requests compute the token that each sampled last: {places}." in second.text
+    assert all(f"{request.label} starts and computes" in first.text for request in crowd.steps[0].requests)
+
+
+def test_backticks_in_a_meaning_become_code(default_run):
+    text = render_page(replace(default_run, steps=default_run.steps[:1]))
+    assert (
+        "Row <code>token_ids[i]</code> of the table" in text and "(vLLM: <code>reshape_and_cache_flash</code>)" in text
+    )
+
+
+def test_reasons_that_stand_above_are_not_said_again(default_run):
+    tables = parse(render_page(default_run, 12.0)).find("details", "step")[0].find("details", "layers")
+    first, others = ({line.find("th")[0].text: line for line in rows_of(table)} for table in tables[1:3])
+    assert all(line.find("details") for line in first.values())
+    assert {name for name, line in others.items() if line.find("details")} == set()
+    for name, line in others.items():
+        shown = line.find("td", "dims")[0].text
+        assert first[name].find("summary")[0].text == shown
+    assert "A row that does not open" in tables[2].text and "A row that does not open" not in tables[1].text
 
 
 # ---- the rows ----------------------------------------------------------------------------------------------------------
@@ -247,9 +355,9 @@ def test_every_step_and_row_is_there(run, page):
     assert [part.data("step") for part in parts] == [str(step.index) for step in run.steps]
     for step, part in zip(run.steps, parts, strict=True):
         tables = part.find("details", "layers")
-        rows = [int(table.data("layers")) * len(table.find("tbody")[0].find("tr")) for table in tables]
+        rows = [int(table.data("layers")) * len(rows_of(table)) for table in tables]
         assert sum(rows) == len(step.operations)
-        shown = [row.find("th")[0].text for table in tables for row in table.find("tbody")[0].find("tr")]
+        shown = [row.find("th")[0].text for table in tables for row in rows_of(table)]
         folded = [op for layers in fold_layers(step) for op in layers.operations]
         assert shown == [op.label + (f" {op.request}" if op.request else "") for op in folded]
         assert step.phase in part.find("h3")[0].text
@@ -356,9 +464,9 @@ def test_the_borders_in_the_batch_are_cu_seqlens(run, page):
         unit = cells[0].number("width")
         assert [round((x - borders[0]) / unit) for x in borders] == ends
         assert [round((cell.number("x") - borders[0]) / unit) for cell in cells] == list(range(ends[-1]))
-        below = [int(text.text) for text in svg.find("text", "below") if text.text.isdigit()]
-        values = zip(step.batch_values["positions"], step.batch_values["slot_mapping"], strict=True)
-        assert below == [number for pair in values for number in pair]
+        for y, name in ((106, "positions"), (128, "slot_mapping")):
+            below = [text.text for text in svg.find("text") if text.number("y") == y]
+            assert below[1:] == [str(value) for value in step.batch_values[name]]
         assert svg.text.count("▲") == len(step.batch_values["logits_indices"])
 
 
@@ -392,6 +500,14 @@ def test_the_cells_of_the_pool_are_the_block_map(run, page):
         assert shown == expected
 
 
+def count_dashes(cell: Node, class_: str) -> int:
+    """How many dashes the paths have: a slot is one."""
+    paths = cell.find("path", class_)
+    lengths = [sum(map(int, re.findall(r"h(\d+)", path.attributes["d"] or ""))) for path in paths]
+    pitches = [sum(map(int, (path.attributes["stroke-dasharray"] or "").split())) for path in paths]
+    return sum(length // pitch for length, pitch in zip(lengths, pitches, strict=True))
+
+
 def test_the_slots_of_a_block_are_those_that_hold_tokens(run, page):
     for step in run.steps:
         written = Counter(slot // 2 for slot in step.batch_values["slot_mapping"])
@@ -400,8 +516,8 @@ def test_the_slots_of_a_block_are_those_that_hold_tokens(run, page):
             if holders and cell.data("block").isdigit():
                 block_id = int(cell.data("block"))
                 filled = max(min(2, r.seq_len - 2 * r.block_ids.index(block_id)) for r in holders)
-                assert len(cell.find("rect", "full")) == filled
-                assert len(cell.find("rect", "new")) == written[block_id]
+                assert count_dashes(cell, "full") == filled
+                assert count_dashes(cell, "new") == written[block_id]
 
 
 def test_changes_of_the_pool_are_those_between_the_maps(run, page):
@@ -446,20 +562,91 @@ def test_boxes_have_the_sizes_of_the_tensors(run, page):
 def test_dots_stand_at_their_numbers_below_the_roof(run, page):
     for step in run.steps:
         svg = picture(page, f"Stages of step {step.index} by FLOPs and FLOPs per byte")
-        dots = svg.with_data("stage")
-        assert sum(int(dot.data("flops")) for dot in dots) == step.flops
+        assert sum(int(stage.data("flops")) for stage in svg.with_data("stage")) == step.flops
         slope, flat = svg.find("line", "roof")
         assert slope.number("y2") == flat.number("y1") == flat.number("y2")
-        gaps = []
-        for dot in dots:
+        gaps, places = [], []
+        for dot in svg.find("g", "stage"):
             [circle] = dot.find("circle")
             x, y = circle.number("cx"), circle.number("cy")
             rise = (slope.number("y2") - slope.number("y1")) / (slope.number("x2") - slope.number("x1"))
             roof = slope.number("y1") + rise * (x - slope.number("x1")) if x < flat.number("x1") else flat.number("y1")
             gaps.append(y - roof)
-        assert -0.5 < min(gaps) < 0.5  # the slowest touches it
-        places = sorted((int(dot.data("flops")), -dot.find("circle")[0].number("cy")) for dot in dots)
-        assert [y for _, y in places] == sorted(y for _, y in places)
+            places.append((int(dot.with_data("stage")[0].data("flops")), -y))
+        assert -0.5 < min(gaps) < NEAREST  # the slowest touches it, or shares a dot with one that is as near as that
+        assert [y for _, y in sorted(places)] == sorted(y for _, y in places)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of a picture, with a rectangle around it as wide as most fonts make it at 11 pixels."""
+
+    text: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: "Text") -> float:
+        wide = min(self.right, other.right) - max(self.left, other.left)
+        high = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return min(wide, high)
+
+
+def texts_of(svg: Node) -> list[Text]:
+    """The texts of a picture with the rectangles that they cover."""
+    found = []
+
+    def walk(node: Node, anchor: str | None) -> None:
+        anchor = node.attributes.get("text-anchor") or anchor
+        if node.tag == "text":
+            width, x, y = 6.2 * len(node.text), node.number("x"), node.number("y")
+            left = x - {"middle": width / 2, "end": width}.get(anchor or "start", 0)
+            found.append(Text(node.text, left, y - 10, left + width, y + 3))
+        for child in node.children:
+            if isinstance(child, Node):
+                walk(child, anchor)
+
+    walk(svg, None)
+    return found
+
+
+def assert_legible(svg: Node) -> None:
+    """No text lies on another one or beside the picture, no dot on another dot or on a stage's name."""
+    texts, box = texts_of(svg), (svg.attributes["viewbox"] or "").split()
+    assert all(min(text.left, text.top) >= 0 for text in texts)
+    assert all(text.right <= float(box[2]) and text.bottom <= float(box[3]) for text in texts)
+    lying = [(one.text, two.text) for one, two in combinations(texts, 2) if one.overlap(two) > 0]
+    assert lying == []
+    dots = [(circle.number("cx"), circle.number("cy"), circle.number("r")) for circle in svg.find("circle")]
+    assert all(dist(one[:2], two[:2]) >= one[2] + two[2] for one, two in combinations(dots, 2))
+    for x, y, r in dots:
+        circle = Text("", x - r, y - r, x + r, y + r)
+        assert [text.text for text in texts if len(text.text) > 1 and text.overlap(circle) > 0] == []
+
+
+@pytest.mark.parametrize("ridge", [None, 0.5, 3.8, 12.0, 80.0])
+def test_labels_of_the_roofline_lie_on_nothing(default_run, ridge):
+    steps = default_run.steps[:2]
+    assert [step.phase for step in steps] == ["prefill", "decode"]
+    page = parse(render_page(replace(default_run, steps=steps), ridge))
+    for step in steps:
+        svg = picture(page, f"Stages of step {step.index} by FLOPs and FLOPs per byte")
+        names = {stage.data("stage") for stage in svg.with_data("stage")}
+        assert names == {op.label for op in step.operations if op.flops}
+        assert_legible(svg)
+
+
+def test_labels_of_small_models_lie_on_nothing(run, page):
+    for step in run.steps:
+        assert_legible(picture(page, f"Stages of step {step.index} by FLOPs and FLOPs per byte"))
+
+
+def test_stages_that_would_hide_each_other_share_a_dot(default_run):
+    page = parse(render_page(default_run, 12.0))
+    svg = picture(page, "Stages of step 1 by FLOPs and FLOPs per byte")
+    names = [[stage.data("stage") for stage in dot.with_data("stage")] for dot in svg.find("g", "stage")]
+    assert ["lm_head", "down_proj"] in [members[:2] for members in names]
 
 
 def test_without_a_ridge_there_is_no_roof_but_a_reason(run):
@@ -475,15 +662,22 @@ def test_bars_are_probabilities(run, page):
             if not request.samples:
                 continue
             svg = picture(page, f"Candidates for request {request.label} in step {step.index}")
-            bars = svg.with_data("token")
+            groups = {node.attributes.get("class", "") or "": node for node in svg.find("g")}
+            bars = next(node for class_, node in groups.items() if class_.startswith("bar ")).find("rect")
             num_bars += len(bars)
-            chosen = [bar.data("token") for bar in bars if "data-chosen" in bar.attributes]
-            assert request.chosen is not None and chosen == [str(request.chosen.token_id)]
-            for bar, candidate in zip(bars, request.candidates, strict=False):
-                assert bar.data("token") == str(candidate.token_id)
-                assert bar.find("rect")[0].number("width") == pytest.approx(
-                    max(1, 146 * candidate.probability), abs=0.06
-                )
+            names = [text.text for text in svg.find("g")[0].find("text")]
+            shares = [text.text for text in groups["small"].find("text")]
+            assert request.chosen is not None
+            shown = [*request.candidates]
+            if request.chosen.token_id not in [candidate.token_id for candidate in shown]:
+                shown.append(request.chosen)
+            marks = ["▶ " if candidate.token_id == request.chosen.token_id else "" for candidate in shown]
+            texts = [shorten(show_token(candidate.text), 11) for candidate in shown]
+            assert names == [*(mark + text for mark, text in zip(marks, texts, strict=True)), "all others"]
+            assert shares[:-1] == [f"{100 * candidate.probability:.1f} %" for candidate in shown]
+            assert [bar.attributes.get("class") for bar in bars] == ["cell" if mark else None for mark in marks]
+            for bar, candidate in zip(bars, shown, strict=True):
+                assert bar.number("width") == pytest.approx(max(1, 146 * candidate.probability), abs=0.06)
     assert num_bars > 20
 
 

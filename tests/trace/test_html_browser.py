@@ -152,6 +152,41 @@ def test_a_screen_reader_finds_names_for_all_pictures(browser, folder):
     assert len(roles["rowheader"]) > 100 and all(roles["rowheader"])
 
 
+LYING_TEXTS = (
+    "return [...document.querySelectorAll('svg')].flatMap(svg => { const texts = [...svg.querySelectorAll('text')];"
+    " const boxes = texts.map(e => e.getBoundingClientRect()); const found = [];"
+    " boxes.forEach((a, i) => boxes.forEach((b, j) => {"
+    " const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);"
+    " const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);"
+    " if (i < j && wide > 1 && high > 3) found.push([svg.querySelector('title').textContent, texts[i].textContent,"
+    " texts[j].textContent]) })); return found })"
+)
+CUT_TEXTS = (
+    "return [...document.querySelectorAll('svg text')].filter(e => { const a = e.getBoundingClientRect(),"
+    " b = e.closest('svg').getBoundingClientRect(); return a.left < b.left - 1 || a.right > b.right + 1"
+    " || a.top < b.top - 2 || a.bottom > b.bottom + 2 }).map(e => e.textContent)"
+)
+
+
+@pytest.mark.parametrize("name", ["page.html", "fragment.html"])
+def test_no_text_of_a_picture_lies_on_another_or_is_cut(browser, folder, name):
+    show(browser, folder / name)
+    open_all(browser)
+    assert browser.execute_script("return document.querySelectorAll('svg text').length") > 300
+    assert browser.execute_script(LYING_TEXTS) == []
+    assert browser.execute_script(CUT_TEXTS) == []
+
+
+def test_on_a_phone_the_stages_need_no_sideways_scroll(browser, folder):
+    show(browser, folder / "page.html", "phone")
+    open_all(browser)
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('table.rows')].map(e => e.parentNode)"
+        ".map(e => [e.scrollWidth, e.clientWidth])"
+    )
+    assert len(widths) == 8 and all(inside <= room for inside, room in widths)
+
+
 def luminance(colour: str) -> float:
     numbers = [int(number) / 255 for number in colour[colour.index("(") + 1 :].rstrip(")").split(",")[:3]]
     linear = [n / 12.92 if n <= 0.04045 else ((n + 0.055) / 1.055) ** 2.4 for n in numbers]
@@ -175,12 +210,12 @@ def test_both_schemes_are_legible(browser, folder, name):
         for selector in (".costs", "figcaption", "summary", "td"):
             element = browser.find_element("css selector", f".tinyllm {selector}")
             assert contrast(element.value_of_css_property("color"), ground) > 4.5, (scheme, selector)
-        for selector in ("svg .name", "svg .small.below", "svg .quiet"):
+        for selector in ("svg .name", "svg .small:not(.on)", "svg .quiet"):
             element = browser.find_element("css selector", f".tinyllm {selector}")
             assert contrast(element.value_of_css_property("fill"), ground) > 4.5, (scheme, selector)
         cells = browser.execute_script(
             "return [...document.querySelectorAll('svg .cell')].map(cell => {"
-            " const text = [...cell.parentNode.querySelectorAll('.on, .token')].pop();"
+            " const text = [...cell.closest('g[class]').querySelectorAll('.on, .token')].pop();"
             " return text && [getComputedStyle(cell).fill, getComputedStyle(text).fill] })"
         )
         pairs = {tuple(pair) for pair in cells if pair}

@@ -1,6 +1,7 @@
 """One size per dimension word over a whole step; and a false annotation, anywhere, breaks the ledger."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,93 @@ def _patch_specs(patch: pytest.MonkeyPatch, file: Path, mutant: str) -> None:
     true_specs, true_fields = dims.function_specs, dims.field_words
     patch.setattr(recorder, "function_specs", lambda f: specs if f == file else true_specs(f))
     patch.setattr(recorder, "field_words", lambda f, name: fields[name] if f == file else true_fields(f, name))
+
+
+# --- lists --------------------------------------------------------------------------------------------------------------
+
+JOIN = """
+import torch
+from collections.abc import Sequence
+from jaxtyping import Float
+from torch import Tensor
+
+
+def join(
+    pieces: Sequence[Float[Tensor, "_query_len head_dim heads"]], first: Float[Tensor, "query_len head_dim heads"]
+) -> Float[Tensor, "num_tokens head_dim heads"]:
+    return torch.cat([*pieces, first])
+
+
+def keep(pieces: list[Float[Tensor, "_query_len head_dim heads"]]) -> None:
+    pass
+
+
+def count(pieces: list[Float[Tensor, "_seq_len _num_req_blocks"]]) -> None:
+    pass
+
+
+def square(pieces: list[Float[Tensor, "_query_len _query_len"]]) -> None:
+    pass
+"""
+
+
+@pytest.fixture
+def balance(tmp_path, monkeypatch):
+    """balance(name, *arguments): a function of JOIN, which the recorder takes for a layer's, checked by a ledger."""
+    file = tmp_path / "batch.py"
+    file.write_text(JOIN)
+    monkeypatch.setattr(recorder, "PACKAGE", tmp_path)
+    scope: dict = {}
+    exec(compile(JOIN, str(file), "exec"), scope)
+
+    def balance(name: str, *arguments) -> tuple[Ledger, recorder.Call]:
+        ledger = Ledger({"head_dim": 4, "block_size": 2})
+        with Recorder() as trace:
+            scope[name](*arguments)
+        ledger.check(trace.calls)
+        return ledger, trace.calls[0]
+
+    return balance
+
+
+def piece(query_len: int, head_dim: int = 4, heads: int = 3) -> torch.Tensor:
+    return torch.zeros(query_len, head_dim, heads)
+
+
+def test_each_item_of_a_list_has_its_request_s_words_for_itself(balance):
+    ledger, call = balance("join", [piece(5), piece(8), piece(1)], piece(2))
+    assert (ledger.sizes["num_tokens"], ledger.sizes_of(call)["query_len"]) == (16, 2)
+    assert ledger.num_compared == 3 * 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (piece(8, head_dim=6), r"keep \(batch.py:\d+\), pieces\[1\]: head_dim is 6, but 4 in the config"),
+        (piece(8, heads=2), r"pieces\[1\]: heads is 2, but 3 in keep pieces\[0\]"),
+        (torch.zeros(8, 4), r"pieces\[1\] \['query_len', 'head_dim', 'heads'\] has 2 axes"),
+    ],
+)
+def test_all_other_words_hold_for_the_items_too(balance, wrong, message):
+    balance("keep", [piece(5), piece(8)])
+    with pytest.raises(LedgerError, match=message):
+        balance("keep", [piece(5), wrong])
+
+
+def test_an_item_s_words_are_compared_with_their_formula(balance):
+    balance("count", [torch.zeros(3, 2), torch.zeros(5, 3)])
+    with pytest.raises(LedgerError, match="num_req_blocks is 2, but 3 by its formula"):
+        balance("count", [torch.zeros(3, 2), torch.zeros(5, 2)])
+
+
+def test_an_item_that_says_a_word_twice_says_one_size(balance):
+    balance("square", [torch.zeros(3, 3), torch.zeros(5, 5)])
+    with pytest.raises(LedgerError, match=r"pieces\[1\]: query_len is 4, but 5"):
+        balance("square", [torch.zeros(3, 3), torch.zeros(5, 4)])
+
+
+def test_two_tensors_of_equal_words_and_sizes_are_no_list(balance):
+    """What the ledger knows of a call that it has checked says nothing of one without a list."""
+    ledger, call = balance("keep", [piece(5), piece(8)])
+    with pytest.raises(LedgerError, match="query_len is 8, but 5 in keep"):
+        ledger.check([replace(call, values=[replace(value, item=None) for value in call.values])])

@@ -8,8 +8,9 @@ import pytest
 
 from tinyllm import SamplingParams
 from tinyllm.console import run
+from tinyllm.engine import Engine
 from tinyllm.shapes import evaluate
-from tinyllm.trace import Trace, TraceError, annotate, command, trace
+from tinyllm.trace import Trace, TraceError, annotate, command, context, trace
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_the_residual_stream_is_one_line(run_trace):
         (["x", "--lens", "4"], "--config and --lens belong to --dry-run"),
         (["x", "--dry-run", "--lens", "4"], "--dry-run runs shapes alone: it cannot use a prompt"),
         (["--dry-run"], "--dry-run needs --lens"),
-        (["--dry-run", "--lens", "4", "--ops", "--op", "attend", "--seed", "1"], "it cannot use --ops, --seed"),
+        (["--dry-run", "--lens", "4", "--values", "--op", "attend", "--seed", "1"], "cannot use --values, --seed"),
         (["--dry-run", "--lens", "4", "--config", "smollm2-135m", "--step", "1"], "--step names step 1; this run has"),
         (["x", "--verify", "--json", "v.jsonl"], "--json writes a trace, and --verify prints none"),
         (["x", "--explain", "T", "--html", "e.html"], "--html writes a trace, and --explain prints none"),
@@ -140,6 +141,37 @@ def test_a_trace_shows_itself(tiny_llm):
     assert [record["type"] for record in bundle["application/json"]][:2] == ["header", "step"]
     assert set(t._repr_mimebundle_(include=["text/plain", "text/html"], exclude=["text/html"])) == {"text/plain"}
     assert t.run.prompts[0].words == (("a", "b", "c"),), "one word of three tokens"
+
+
+def test_a_trace_that_shows_itself_is_built_once_and_only_in_the_forms_asked_for(tiny_llm, monkeypatch):
+    with trace() as t:
+        tiny_llm().generate("abc")
+    whole, built = Trace.run.fget, []
+    monkeypatch.setattr(Trace, "run", property(lambda self: built.append(1) or whole(self)))
+    assert len(t._repr_mimebundle_()) == 3 and len(built) == 1
+    monkeypatch.setattr(context, "render_fragment", None)
+    monkeypatch.setattr(context, "run_to_json", None)
+    assert set(t._repr_mimebundle_(include=["text/plain"])) == {"text/plain"}
+
+
+def test_a_dry_run_lists_the_kernels_of_a_stage(capsys):
+    argv = ["--dry-run", "--config", "llama-3-8b", "--lens", "4,1@7", "--op", "attend", "--ops"]
+    assert run(command.main, argv) == 0
+    out = capsys.readouterr().out
+    assert "aten.bmm -> [8,16,4]" in out and "aten.bmm -> [8,4,7]" in out, "k^T: of 4 new tokens, and of 1 among 7"
+    assert run(command.main, argv[:-1]) == 0
+    assert "aten" not in capsys.readouterr().out
+
+
+def test_an_explanation_runs_no_step_more_than_it_shows(run_trace, monkeypatch):
+    step, seen = Engine.step, []
+    monkeypatch.setattr(Engine, "step", lambda self: seen.append(1) or step(self))
+    for wanted, count in ((0, 1), (2, 3)):
+        seen.clear()
+        code, out, _ = run_trace("Hi", "--max-tokens", "9", "--explain", "T", "--step", str(wanted))
+        assert code == 0 and out.startswith("T: num_tokens") and len(seen) == count
+    code, _, err = run_trace("Hi", "--max-tokens", "2", "--explain", "T", "--step", "2")
+    assert (code, err) == (2, "tinyllm: --step names step 2; this run has steps 0 to 1\n")
 
 
 def test_a_dry_run_takes_its_settings_from_the_model_where_no_config_is_named(capsys):

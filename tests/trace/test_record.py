@@ -1,18 +1,30 @@
 """The record: symbols evaluate to sizes, sums are sums, and the JSON keeps its published schema."""
 
+import importlib.metadata
+import io
 import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 import tinyllm.trace
+from tinyllm import SamplingParams
 from tinyllm.shapes import WORDS, evaluate
-from tinyllm.trace.record import to_symbol
-from tinyllm.trace.session import request_label
-from tinyllm.trace.to_json import step_to_json
+from tinyllm.trace import collect
+from tinyllm.trace.outputs import JsonOutput
+from tinyllm.trace.record import RunSums, StepRecord, to_symbol
+from tinyllm.trace.session import request_label, start_run, trace_steps
+from tinyllm.trace.to_json import run_to_json, step_to_json
 
 SCHEMA = json.loads((Path(tinyllm.trace.__file__).parent / "schema.json").read_text())
+TINY = Path(__file__).parent.parent / "data" / "tiny"
 
 
 def test_json_follows_the_schema(traced):
@@ -23,24 +35,206 @@ def test_json_follows_the_schema(traced):
         jsonschema.validate(record, SCHEMA)
 
 
-def test_every_symbol_evaluates_to_its_size(traced):
-    _, steps = traced
-    num_checked = 0
-    for step in steps:
-        record = step_to_json(step)
-        requests = {r["id"]: r for r in record["requests"]}
+def sizes_of(record: dict, operation: dict) -> dict[str, int]:
+    """What a reader of the JSON has: the step's dims and the row's own."""
+    assert not record["dims"].keys() & operation.get("dims", {}).keys(), "each size stands in one place"
+    return {**record["dims"], **operation.get("dims", {})}
+
+
+def check_all_symbols(steps: Sequence[StepRecord]) -> set[str]:
+    """Every symbol of every tensor of every row evaluates to its size, and every FLOP formula to its value."""
+    symbols: set[str] = set()
+    for record in map(step_to_json, steps):
         for operation in record["ops"]:
-            sizes = dict(record["dims"])
-            if operation["request"]:
-                request = requests[operation["request"]]
-                sizes |= {"s": request["num_new"], "S": request["kv_len"], "nb": -(-request["kv_len"] // sizes["bs"])}
-            for tensor in operation["in"] + operation["out"]:
-                assert [evaluate(symbol, sizes) for symbol in tensor["sym"]] == tensor["shape"], (
-                    operation["path"],
-                    tensor,
-                )
-                num_checked += len(tensor["shape"])
-    assert num_checked > 200
+            sizes = sizes_of(record, operation)
+            for tensor in (*operation["in"], *operation["out"], *operation.get("locals", ())):
+                assert [evaluate(symbol, sizes) for symbol in tensor["sym"]] == tensor["shape"], (operation, tensor)
+                symbols |= {*tensor["sym"]}
+            words = {name: evaluate(word.symbol, sizes) for name, word in WORDS.items()}
+            known = {name: size for name, size in words.items() if size is not None}
+            if operation["flops"]["value"] is not None:
+                assert evaluate(operation["flops"]["formula"], known) == operation["flops"]["value"], operation
+    return symbols
+
+
+@pytest.mark.parametrize("asked", [{}, {"values": "*"}])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("name", sorted(file.parent.name for file in TINY.glob("*/model.safetensors")))
+def test_every_symbol_of_every_row_evaluates_to_its_size(tiny_llm, name, attention, asked):
+    """A chunked prefill of two requests, and decodes; one of them drawn, so that all of the sampler runs."""
+    llm = tiny_llm(name, attention, block_size=2, max_model_len=32, max_num_batched_tokens=4, max_num_seqs=4)
+    drawn = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=1, min_tokens=2, max_tokens=3)
+    params = [SamplingParams(max_tokens=3, ignore_eos=True), drawn]
+    steps = list(trace_steps(llm, llm.make_requests([[5, 6, 7, 8, 9], [40, 41, 42]], params), **asked))
+    assert [step.phase for step in steps][:3] == ["prefill", "prefill", "decode"]
+    symbols = check_all_symbols(steps)
+    assert symbols >= {"T", "N", "V", "H", "s", "S", "nb", "s0", "s1", "NB", "nq*d", "2*I", "2"}
+    assert ("h" in symbols) == bool(asked), "split_heads lays q, k and v heads in one row, which only the locals show"
+
+
+def test_a_linear_that_nobody_names_has_its_words_in_its_row(tiny_llm, monkeypatch):
+    """Where the caller has no word for a helper's, the helper's own stays, and the row says its size."""
+    monkeypatch.setattr(collect, "_unify", lambda *arguments: {})
+    llm = tiny_llm(max_model_len=32)
+    steps = list(trace_steps(llm, llm.make_requests([[1, 2, 3], [4]], SamplingParams(max_tokens=2))))
+    assert check_all_symbols(steps) >= {"Hin", "Hout", "h"}
+    rows = {operation["op"]: operation for operation in step_to_json(steps[0])["ops"]}
+    assert rows["o_proj"]["dims"] == {"Hin": 64, "Hout": 64} and rows["rope k"]["dims"] == {"h": 2}
+
+
+def test_which_dims_a_row_has_of_its_own(traced):
+    _, steps = traced
+    record = step_to_json(steps[1])  # one more token of A, and B whole
+    rows = {(operation["op"], operation["request"]): operation for operation in record["ops"][:20]}
+    assert rows["qkv_proj", None]["dims"] == {"Hin": 64, "Hout": 128}
+    assert rows["attend", "A"]["dims"] == {"s": 1, "S": 5}
+    assert rows["attend", "B"]["dims"] == {"s": 3, "S": 3}
+    assert rows["lay_flat", None]["dims"] == {"s0": 1, "s1": 3}
+    assert [tensor["sym"] for tensor in rows["lay_flat", None]["in"]] == [["s0", "nq", "d"], ["s1", "nq", "d"]]
+    assert all("dims" not in rows[name, None] for name in ("embed_tokens", "rms_norm", "write_kv"))
+
+
+def test_a_cache_write_says_which_slots_of_the_pool_it_wrote(traced):
+    _, steps = traced
+    for record in map(step_to_json, steps):
+        rows = [operation for operation in record["ops"] if operation["kind"] == "cache write" and operation["out"]]
+        (row,) = rows  # equal layers refer to the first
+        (pool,) = row["out"]
+        assert (pool["name"], pool["storage"], pool["sym"]) == ("layer_kv", "kv_pool", ["2", "NB", "bs", "nk", "d"])
+        where, name = pool["written_at"].split(".")
+        slots = record[where][name]
+        values_written = 2 * len(slots) * pool["shape"][3] * pool["shape"][4]
+        assert row["bytes"]["write"] == 4 * values_written and max(slots) < pool["shape"][1] * pool["shape"][2]
+        others = [tensor for o in record["ops"] for tensor in (*o["in"], *o["out"]) if tensor is not pool]
+        assert not any("written_at" in tensor for tensor in others)
+
+
+def test_every_row_has_an_input_and_an_output(traced):
+    _, steps = traced
+    for operation in (operation for step in steps for operation in step.operations):
+        assert operation.inputs and operation.outputs, operation.path
+
+
+# --- header and footer --------------------------------------------------------------------------------------------------
+
+
+def records_of(llm, steps: Sequence[StepRecord], **facts) -> list[dict]:
+    """A run's records, each of which the schema allows."""
+    run = replace(start_run(llm.engine, llm, []), steps=tuple(steps), **facts)
+    records = json.loads(json.dumps(run_to_json(run)))
+    for record in records:
+        jsonschema.validate(record, SCHEMA)
+    return records
+
+
+def streamed(llm, steps: Iterable[StepRecord]) -> list[dict]:
+    """The records of a run whose steps nobody keeps."""
+    file, run = io.StringIO(), start_run(llm.engine, llm, [])
+    output = JsonOutput(file)
+    output.start(run)
+    for step in steps:
+        output.step(step)
+    output.end(run)
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def test_the_header_says_what_ran_and_where(traced):
+    llm, steps = traced
+    header = records_of(llm, steps)[0]
+    assert header["versions"] == {
+        "tinyllm": importlib.metadata.version("tinyllm-trace"),
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+    }
+    assert (header["argv"], header["machine"]) == ([], {"ridge": None, "num_threads": torch.get_num_threads()})
+    header = records_of(llm, [], argv=("Hi", "--json", "-"), ridge=8.25)[0]
+    assert (header["argv"], header["machine"]["ridge"]) == (["Hi", "--json", "-"], 8.25)
+
+
+def test_versions_and_threads_are_read_and_not_typed(traced, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 7")
+    monkeypatch.setattr(torch, "__version__", "8.0")
+    monkeypatch.setattr(platform, "python_version", lambda: "9.0")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    header = records_of(traced[0], [])[0]
+    assert header["versions"] == {"tinyllm": "tinyllm-trace 7", "torch": "8.0", "python": "9.0"}
+    assert header["machine"]["num_threads"] == 1000
+
+
+def test_a_package_that_is_not_installed_has_no_version(traced, monkeypatch):
+    def no_package(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", no_package)
+    assert records_of(traced[0], [])[0]["versions"]["tinyllm"] is None
+
+
+@pytest.mark.parametrize("write", [records_of, streamed])
+def test_the_footer_s_totals_are_the_sums_of_the_steps(traced, write):
+    llm, steps = traced
+    *_, footer = records = write(llm, steps)
+    jsonschema.validate(footer, SCHEMA)
+    totals, parts = footer["totals"], [record["totals"] for record in records[1:-1]]
+    for name in ("flops", "bytes"):
+        assert totals[name] == sum(part[name] for part in parts) > 0
+    assert totals["traced_ms"] == pytest.approx(sum(part["traced_ms"] for part in parts), abs=0.001 * len(parts))
+    assert totals["intensity"] == round(totals["flops"] / totals["bytes"], 4)
+    assert totals["tokens_in"] == sum(record["dims"]["T"] for record in records[1:-1]) == 5 + 3 + 2 * 2
+    assert totals["tokens_out"] == sum(s["chosen"] is not None for r in records[1:-1] for s in r["sampling"]) == 6
+    assert totals["flops_is_lower_bound"] is any(part["flops_is_lower_bound"] for part in parts) is False
+    assert totals["steps"] == dict(Counter(record["phase"] for record in records[1:-1])) == {"prefill": 2, "decode": 2}
+    assert footer["num_steps"] == sum(totals["steps"].values()) == len(steps)
+
+
+def test_one_unknown_row_makes_the_run_s_flops_a_lower_bound(tiny_llm):
+    llm = tiny_llm()
+    params = [SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(temperature=1.0, top_k=5, max_tokens=1)]
+    steps = list(trace_steps(llm, llm.make_requests([[1, 2], [3]], params)))
+    assert [step.has_unknown_flops for step in steps] == [True, False]
+    totals = records_of(llm, steps)[-1]["totals"]
+    assert totals["flops_is_lower_bound"] and totals["flops"] == sum(step.flops for step in steps)
+
+
+def test_a_run_without_steps_has_totals_of_nothing(traced):
+    llm, _ = traced
+    assert records_of(llm, [])[-1]["totals"] == streamed(llm, [])[-1]["totals"] == {
+        "flops": 0, "flops_is_lower_bound": False, "bytes": 0, "intensity": None, "tokens_in": 0, "tokens_out": 0,
+        "traced_ms": 0.0, "steps": {}}  # fmt: skip
+
+
+def test_the_sums_of_the_phases_are_those_of_the_run(traced):
+    _, steps = traced
+    sums = RunSums()
+    for step in steps:
+        sums.add(step)
+    assert list(sums.phases) == ["prefill", "decode"]
+    for name in ("num_steps", "num_tokens", "num_chosen", "flops", "num_bytes", "num_compared"):
+        assert getattr(sums.total, name) == sum(getattr(part, name) for part in sums.phases.values()) > 0
+    assert [part.num_tokens for part in sums.phases.values()] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (0, lambda r: r["versions"].pop("torch")),
+        (0, lambda r: r["machine"].update(cores=4)),
+        (0, lambda r: r.update(argv="Hi")),
+        (0, lambda r: r["machine"].update(ridge=0)),
+        (-1, lambda r: r["totals"].pop("tokens_out")),
+        (-1, lambda r: r["totals"].update(words=1)),
+        (-1, lambda r: r["totals"]["steps"].update(warm_up=1)),
+        (1, lambda r: r["ops"][0]["out"][0].update(written_at="batch.positions")),
+    ],
+)
+def test_the_schema_is_strict(traced, kind, change):
+    llm, steps = traced
+    record = records_of(llm, steps)[kind]
+    change(record)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(record, SCHEMA)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_helper_s_words_are_told_in_the_model_s(traced):
@@ -74,6 +268,8 @@ def test_the_batch_s_invariants(traced):
         batch = record["batch"]
         assert batch["cu_seqlens_q"][-1] == record["dims"]["T"] == len(batch["slot_mapping"])
         assert [r["num_computed"] + r["num_new"] for r in record["requests"]] == batch["seq_lens"]
+        phases = {r["phase"] for r in record["requests"]}
+        assert record["phase"] == ("mixed" if len(phases) == 2 else phases.pop())
         owners = [i for i, r in enumerate(record["requests"]) for _ in range(r["num_new"])]
         assert batch["slot_mapping"] == [
             batch["block_table"][i][position // block_size] * block_size + position % block_size

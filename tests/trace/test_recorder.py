@@ -275,8 +275,9 @@ def test_equal_code_of_another_file_is_not_taken_for_a_layer_s(tmp_path, monkeyp
 def test_what_a_call_can_be_asked_for_by(step):
     _, recorder = step
     names = {call.path: call.names for call in recorder.walk() if call.path.startswith("layers.1.self_attn")}
-    assert names["layers.1.self_attn.qkv_proj"] == ("Linear.forward", "Linear", "qkv_proj")
-    assert names["layers.1.self_attn.apply_rope"] == ("apply_rope", "apply_rope", "rope")
+    modules = ("layers", "1", "self_attn")
+    assert names["layers.1.self_attn.qkv_proj"] == ("Linear.forward", "Linear", "Linear", *modules, "qkv_proj")
+    assert names["layers.1.self_attn.apply_rope"] == ("apply_rope", "apply_rope", "rope", *modules, "apply_rope")
 
 
 def test_times_nest(step):
@@ -317,3 +318,51 @@ def test_an_engine_that_is_built_inside_the_block_has_its_paths(tiny_llm, tiny_m
             llm.engine.step()
         paths = {call.path for call in recorder.walk() if call.name == "Linear.forward"}
         assert {"layers.0.self_attn.qkv_proj", "layers.1.mlp.down_proj"} <= paths
+
+
+LISTS = """
+from collections.abc import Sequence
+
+
+def join(pieces: Sequence[Float[Tensor, "_query_len head_dim"]], others: list) -> Float[Tensor, "num_tokens head_dim"]:
+    kept: list[Float[Tensor, "_query_len head_dim"]] = [pieces[-1] + 1]
+    return torch.cat([*pieces, *kept])
+
+
+def cut(x: Float[Tensor, "num_tokens head_dim"]) -> list[Float[Tensor, "_query_len head_dim"]]:
+    return [x[:1], x[1:]]
+"""
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_tensors_of_a_list_are_values_of_their_own(tmp_path, monkeypatch, kind):
+    scope = write_module(tmp_path, monkeypatch, LISTS)
+    with Recorder() as recorder:
+        scope["join"](kind([torch.zeros(5, 4), torch.zeros(8, 4)]), [torch.zeros(9)])
+    facts = [(v.name, v.item, v.role, v.words, v.sizes) for v in recorder.calls[0].values]
+    words = ("query_len", "head_dim")
+    assert facts == [
+        ("pieces[0]", 0, "argument", words, (5, 4)),
+        ("pieces[1]", 1, "argument", words, (8, 4)),
+        ("kept[0]", 0, "local", words, (8, 4)),
+        ("result", None, "result", ("num_tokens", "head_dim"), (21, 4)),
+    ], "others has no words, and so no rows"
+
+
+def test_the_tensors_of_a_result_that_is_a_list_too(tmp_path, monkeypatch):
+    scope = write_module(tmp_path, monkeypatch, LISTS)
+    with Recorder() as recorder:
+        scope["cut"](torch.zeros(3, 4))
+    results = [(v.name, v.item, v.sizes) for v in recorder.calls[0].values if v.role == "result"]
+    assert results == [("result[0]", 0, (1, 4)), ("result[1]", 1, (2, 4))]
+
+
+def test_no_tensor_of_a_list_outlives_the_block(tmp_path, monkeypatch):
+    scope = write_module(tmp_path, monkeypatch, LISTS)
+    pieces = [torch.zeros(5, 4)]
+    reference_to_piece = weakref.ref(pieces[0])
+    with Recorder() as recorder:
+        scope["join"](pieces, [])
+    del pieces
+    gc.collect()
+    assert reference_to_piece() is None and recorder.calls[0].value("pieces[0]")

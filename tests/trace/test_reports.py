@@ -152,7 +152,10 @@ def test_case_115_any_width_in_the_environment_prints_the_same(
             yield re.sub(r"\x1b\[[\d;]*m", "", out)
 
     usual = list(outputs())
-    assert "STEP 1" in usual[0] and usual[1] == usual[0]
+    rows, cut_rows = usual[0].splitlines(), usual[1].splitlines()
+    assert "STEP 1" in usual[0] and max(map(len, cut_rows)) <= 100
+    for row, cut in zip(rows, cut_rows, strict=True):  # a pipe gets the same rows, with whole lists
+        assert row == cut or (len(row) > 100 and row[:17] == cut[:17])
     assert "hidden_size" in usual[2] and usual[3] == usual[2]
     plain_environment.setenv("COLUMNS", columns)
     assert list(outputs()) == usual

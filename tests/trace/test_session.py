@@ -1,9 +1,13 @@
 """Tracing step by step leaves the engine as it found it, however it ends."""
 
+from dataclasses import replace
+
 import pytest
 
 from tinyllm import RequestError, SamplingParams
-from tinyllm.trace.session import trace_steps
+from tinyllm.model import Decoder
+from tinyllm.trace import recorder, session
+from tinyllm.trace.session import trace_steps, warm_up
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
 
@@ -35,3 +39,69 @@ def test_traced_and_untraced_answers_are_the_same(tiny_llm):
     (request,) = llm.make_requests([[7, 8]], params)
     list(trace_steps(llm, [request]))
     assert llm.completion(request) == llm.generate([7, 8], params)[0]
+
+
+# --- times --------------------------------------------------------------------------------------------------------------
+
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, min_tokens=2, seed=4, max_tokens=4)
+
+
+def without_times(step):
+    """All that a step's record says but for what a clock said."""
+    operations = tuple(replace(operation, time_us=None) for operation in step.operations)
+    return replace(step, operations=operations, traced_ms=0.0)
+
+
+@pytest.mark.parametrize("params", [FIVE, SAMPLED])
+def test_asking_for_times_changes_no_step_no_token_and_no_block(tiny_llm, params):
+    def steps_of(times):
+        llm = tiny_llm(block_size=2, num_blocks=12, max_model_len=16, max_num_batched_tokens=4)
+        requests = llm.make_requests([[1, 2, 3, 4, 5], [6, 7]], params)
+        steps = [without_times(step) for step in trace_steps(llm, requests, times=times)]
+        return steps, [request.output_token_ids for request in requests]
+
+    assert steps_of(True) == steps_of(False)
+
+
+def test_model_and_sampler_run_once_before_the_first_timed_step(tiny_llm, monkeypatch):
+    ran: list[tuple] = []
+    forward, sample = Decoder.forward, session.sample
+    monkeypatch.setattr(Decoder, "forward", lambda *a: (ran.append(("model", a[1].query_lens_cpu)), forward(*a))[1])
+    monkeypatch.setattr(session, "sample", lambda *a: (ran.append(("sample", len(a[0]))), sample(*a))[1])
+    for times, first in ((False, []), (True, [("model", (4, 1)), ("sample", 2)])):
+        llm = tiny_llm()
+        steps = trace_steps(llm, llm.make_requests([[1, 2, 3]], FIVE), times=times)
+        ran.clear()
+        assert next(steps).index == 0
+        assert ran == [*first, ("model", (3,))]
+        assert len(list(steps)) == 4 and ran[len(first) :] == [("model", (3,)), *[("model", (1,))] * 4]
+    assert list(trace_steps(tiny_llm(), [], times=True)) == []
+
+
+def test_the_warm_up_leaves_the_engine_as_it_was(tiny_llm):
+    llm = tiny_llm(block_size=2)
+    llm.generate([[1, 2, 3, 4, 5]], FIVE)
+    kv, cached = llm.engine.kv_cache.kv.clone(), llm.engine.scheduler.pool.num_cached_blocks
+    requests = llm.make_requests([[7, 8, 9], [3]], [SAMPLED, FIVE])
+    before = [(request.status, request.num_computed_tokens, list(request.token_ids)) for request in requests]
+    warm_up(llm.engine, requests)
+    assert kv.equal(llm.engine.kv_cache.kv) and llm.engine.scheduler.pool.num_cached_blocks == cached
+    assert [(r.status, r.num_computed_tokens, list(r.token_ids)) for r in requests] == before and is_clean(llm)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_the_warm_up_runs_every_stage_of_a_run_in_any_blocks(tiny_llm, monkeypatch, block_size):
+    seen: list[recorder.Recorder] = []
+    make = recorder.Recorder
+    monkeypatch.setattr(session, "Recorder", lambda *a, **k: seen.append(make(*a, **k)) or seen[-1])
+    llm = tiny_llm(block_size=block_size)
+    steps = list(trace_steps(llm, llm.make_requests([[1, 2, 3], [4]], SAMPLED), times=True))
+    warmed = {call.name for call in seen[0].walk()}
+    assert warmed >= {operation.function for step in steps for operation in step.operations}
+
+
+def test_a_request_that_can_never_run_is_refused_before_the_warm_up(tiny_llm, monkeypatch):
+    monkeypatch.setattr(session, "warm_up", lambda *arguments: pytest.fail("something ran"))
+    llm = tiny_llm(max_model_len=16)
+    with pytest.raises(RequestError, match="the prompt has 30 tokens"):
+        list(trace_steps(llm, llm.make_requests([[2] * 30], FIVE), times=True))

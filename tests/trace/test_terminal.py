@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from tinyllm import LLM, SamplingParams
 from tinyllm.shapes import evaluate
-from tinyllm.trace.record import AnswerRecord, RunRecord, Stats
+from tinyllm.trace.record import AnswerRecord, RunRecord, Stats, sum_up
+from tinyllm.trace.session import trace_steps
 from tinyllm.trace.terminal import (
     WIDTH,
     Options,
@@ -20,7 +22,6 @@ from tinyllm.trace.terminal import (
     render_step,
     render_totals,
     stage_names,
-    total_up,
 )
 from tinyllm.trace.terminal.rows import sum_costs
 from tinyllm.trace.terminal.stage_view import is_stage
@@ -35,7 +36,6 @@ from tinyllm.trace.terminal.text import (
     strip_annotation,
     with_symbols,
 )
-from tinyllm.trace.terminal.totals import bytes_by_storage
 
 WIDTHS = [60, 79, 80, 99, 100, 120, 138, 140, 160, 200]
 VIEWS = [{}, {"full": True}, {"layers": (1,)}, {"layers": (0, 1)}, {"layers": (0, 1), "full": True}, {"step": 1},
@@ -54,7 +54,7 @@ def test_lines_are_ascii_and_fit(traced, view, width):
     options = Options(**view, width=width)
     lines = [line for step in render(steps, **view, width=width) for line in step]
     lines += render_header(["title"], {**llm.loaded.config.dims(), **llm.engine.cache_config.dims()}, options)
-    lines += [*render_totals(total_up(steps), options), *render_next(["--full", "--op attend"] * 9, options)]
+    lines += [*render_totals(sum_up(steps), options), *render_next(["--full", "--op attend"] * 9, options)]
     for line in lines:
         assert len(line) <= width and line.isascii() and line == line.rstrip(), line
 
@@ -65,8 +65,9 @@ def test_a_width_loses_no_row_and_cuts_no_dimension(traced, width):
     _, steps = traced
     for lines, usual in zip(render(steps, width=width), render(steps), strict=True):
         kinds, usual_kinds = (
-            [line[:17].split()[:3] for line in text if line[0] in "PMERGWV="] for text in (lines, usual)
-        )
+            [line[:17].split()[:3] for line in text if line[0] in "PMERGWV=" and line[:11] != "P positions"]
+            for text in (lines, usual)
+        )  # the positions stand with the ids where there is room for both
         assert kinds[1:] == usual_kinds[1:]
         assert not [line for line in lines if re.search(r"\[[^\]]*\.\.\.", line) and line[0] in "MERGWV"]
         if 80 <= width <= 100:
@@ -99,10 +100,17 @@ def test_a_prefill_shows_one_layer_in_full_and_folds_the_others(traced):
 
 def test_the_six_steps_of_attention_are_named(traced):
     llm, steps = traced
-    text = "\n".join(render(steps)[0])
     names = ["grouped_q", "scores", "scaled", "masked", "weights", "out"]
     if llm.loaded.attention == "reference":
+        text = "\n".join(render(steps, full=True)[0]).partition("R sample")[0]
         assert [name for name in re.findall(r"\|\. (\w+)", text) if name in names] == names
+        lines = render(steps)[0]
+        inside = lines[next(i for i, line in enumerate(lines) if "|. inside" in line) :][:3]
+        assert [line[17:].split(maxsplit=2) for line in inside] == [
+            ["[s,nk,g,d]", "[4,2,2,16]", "grouped_q, out"],
+            ["[nk,g,s,S]", "[2,2,4,4]", "scores, scaled, masked, weights"],
+            ["[s,S]", "[4,4]", "is_hidden"],
+        ]
 
 
 def test_a_decode_step_shows_what_differs_and_counts_the_rest(traced):
@@ -112,6 +120,40 @@ def test_a_decode_step_shows_what_differs_and_counts_the_rest(traced):
     text = "\n".join(decode)
     assert "attend A" in text and "attend B" in text and "as before" in text
     assert not re.search(r"^M \| qkv_proj", text, re.M)
+
+
+def test_of_many_requests_two_are_shown_and_the_others_summed(tiny_llm):
+    """The two are of both phases where a step has both; nothing is folded in a step that is asked for."""
+    llm = tiny_llm(max_num_batched_tokens=8)
+    requests = llm.make_requests(
+        [[1, 2], [3], [4], [5], [6, 7, 8, 9, 10, 11]], SamplingParams(max_tokens=3, ignore_eos=True)
+    )
+    steps = list(trace_steps(llm, requests))
+    assert [step.phase for step in steps[:3]] == ["prefill", "mixed", "decode"]
+    shown = {0: "AB", 1: "AE", 2: "AB"}
+    for index, labels in shown.items():
+        lines = render(steps)[index]
+        assert re.findall(r"attend ([A-E]) ", "\n".join(lines)) == list(labels)
+        (row,) = [line for line in lines if " alike " in line]
+        others = [request.label for request in steps[index].requests if request.label not in labels]
+        assert f"{2 * len(others)} alike " in row and f"gather_kv, attend of {', '.join(others)} " in row
+        rows = [row for row in steps[index].layer(0) if row.request in others]
+        assert row.split()[-3:-1] == [
+            show_number(sum(r.flops for r in rows)),
+            show_number(sum(r.num_bytes for r in rows)),
+        ]
+        whole = render(steps, step=index)[index]
+        assert "alike" not in "\n".join(whole) and sum("| attend" in line for line in whole) == len(labels) + len(
+            others
+        )
+
+
+def test_the_usual_view_is_short(smollm2):
+    """A prefill and a decode step of one prompt, with their totals: what a screen or a slide holds."""
+    llm = LLM(smollm2, block_size=4, num_blocks=9, max_model_len=32)
+    requests = llm.make_requests(["The capital of France is"], SamplingParams(max_tokens=2))
+    steps = list(trace_steps(llm, requests, residual=True))
+    assert [len(lines) for lines in render(steps)] == [41, 19]
 
 
 def test_full_shows_every_row_of_every_step(traced):
@@ -127,7 +169,9 @@ def test_nothing_is_lost_between_the_rows_and_the_total(traced):
     _, steps = traced
     for step, lines in zip(steps, render(steps), strict=True):
         counts = [
-            line[79:86].strip() for line in lines if re.match(r"[MERGWV] |  (\| )?\d+ as before|    layers? ", line)
+            line[79:86].strip()
+            for line in lines
+            if re.match(r"[MERGWV] |  (\| )?\d+ (as before|alike)|    layers? ", line)
         ]
         assert sum(map(parse_si, counts)) == pytest.approx(step.flops, rel=0.01)
 
@@ -197,6 +241,18 @@ def test_the_formulas_with_numbers_give_the_costs(traced):
     assert num_checked > 100
 
 
+def test_a_module_is_asked_for_by_its_parameters_name(traced):
+    _, steps = traced
+    for module, labels in {
+        "mlp": ["gate_up_proj", "silu_and_mul", "down_proj"], "input_layernorm": ["add_residual", "rms_norm"],
+        "post_attention_layernorm": ["add_residual", "rms_norm"], "norm": ["add_residual", "rms_norm"],
+    }.items():  # fmt: skip
+        lines = render(steps, op=module, layers=(1,))[0]
+        assert [line[2:17].split()[-1] for line in lines if re.match("[MERGWV] ", line)] == labels
+        assert near_stages(module) == []
+    assert "attend" in "".join(render(steps, op="self_attn")[0])
+
+
 def test_an_equal_layer_refers_to_the_first_one(traced):
     _, steps = traced
     lines = render(steps, op="down_proj", layers=(0, 1))[0]
@@ -225,7 +281,7 @@ def test_a_stage_that_a_step_has_not_is_said(traced):
 
 def test_the_run_s_totals_are_the_sums_of_its_steps(traced):
     _, steps = traced
-    totals = total_up(steps)
+    totals = sum_up(steps)
     lines = list(render_totals(totals, Options()))
     flops, num_bytes = sum(step.flops for step in steps), sum(step.num_bytes for step in steps)
     tokens = sum(step.dims["num_tokens"] for step in steps)
@@ -241,16 +297,16 @@ def test_the_run_s_totals_are_the_sums_of_its_steps(traced):
 
 def test_a_run_of_one_phase_is_compared_with_nothing(traced):
     _, steps = traced
-    assert len(list(render_totals(total_up(steps[:1]), Options()))) == 1
-    assert list(render_totals(total_up([]), Options())) == []
+    assert len(list(render_totals(sum_up(steps[:1]), Options()))) == 1
+    assert list(render_totals(sum_up([]), Options())) == []
 
 
 def test_the_bytes_of_a_row_are_told_by_what_is_moved(traced):
     _, steps = traced
-    shares = {operation.label: bytes_by_storage(operation) for operation in steps[0].operations}
+    shares = {operation.label: operation.bytes_by_storage for operation in steps[0].operations}
     for operation in (operation for step in steps for operation in step.operations):
-        assert sum(bytes_by_storage(operation).values()) == operation.num_bytes
-        assert min(bytes_by_storage(operation).values()) >= 0
+        assert sum(operation.bytes_by_storage.values()) == operation.num_bytes
+        assert min(operation.bytes_by_storage.values()) >= 0
     assert shares["qkv_proj"]["weights"] == 4 * 64 * 128, "the whole matrix"
     assert shares["embed_tokens"]["weights"] == 4 * 4 * 64, "four rows of the table"
     assert shares["write_kv"]["KV"] == 2 * 4 * 4 * 32 and shares["write_kv"]["weights"] == 0
@@ -270,7 +326,8 @@ def test_a_ridge_says_what_the_time_goes_into(traced):
 def test_kv_bytes_are_per_token_of_this_step_and_of_all_blocks(traced):
     llm, steps = traced
     each = llm.engine.kv_cache.num_bytes // llm.engine.cache_config.num_slots
-    (row,) = [line for line in render(steps)[0] if line.startswith("P kv bytes")]
+    assert not any(line.startswith("P kv bytes") for line in render(steps)[0])
+    (row,) = [line for line in render(steps, full=True)[0] if line.startswith("P kv bytes")]
     numbers = [
         each,
         4 * each,
@@ -302,6 +359,7 @@ def test_measured_times_stand_beside_the_least_that_is_possible(traced):
     for width in WIDTHS:
         (lines,) = render(timed, has_time=True, ridge=2.0, bandwidth=1e9, width=width)
         total = next(line for line in lines if "step 0 total" in line).split()
+        assert re.search(r" T=4 tokens +(=+ )?\d+ ms(, traced)? ==$", lines[0]) and len(lines[0]) == width
         assert all(len(line) <= width for line in lines)
         if width < 80:
             assert total[-1] == show_number(10 * count)
@@ -324,7 +382,8 @@ def test_values_are_told_of_each_tensor_where_they_are_known(traced):
     assert texts.count("-1.2..1234  mean 0.0012  rms 0.98  not finite: 3") == 2
     assert texts.count("?..?  mean ?  rms ?  not finite: 6") == 1
     assert texts.count("largest 1234 at [0,7]  5 at [1,2]") == 2
-    assert sum(text.startswith("last row 0.25 0.25 ") and " ... 0.25" in text for text in texts) == 2
+    rows = [text for text in texts if text.startswith("row ")]
+    assert len(rows) == 2 and all(re.fullmatch(r"row \[(3|63)\]( 0\.25)+ \.\.\. of (64|112)", row) for row in rows)
     assert "|. torch        aten.mm -> [2,3]; aten.t;" in texts
     for width in WIDTHS:
         assert all(len(line) <= width for line in render([step], op="attend", has_values=True, width=width)[0])
@@ -357,7 +416,7 @@ def test_a_whole_run_is_its_parts(traced):
                     (AnswerRecord("A", "text", (1,), "stop", 0),), prefix_caching=False)  # fmt: skip
     text = "\n".join(render_run(run))
     assert text.startswith(
-        "tiny  float32\npool   KV cache [L,2,NB,bs,nk,d]=[2,2,8,2,4,8] 0.1MB; block 0 is the null block"
+        "tiny  float32\npool   KV cache [L,2,NB,bs,nk,d]=[2,2,8,2,4,8] 0.1MB, 7.72kB a token; no prefix caching\n"
     )
     assert all("\n".join(step) in text for step in render(steps))
     assert "; no prefix caching\n" in text and text.endswith("\nA stop: 'text'")

@@ -233,3 +233,12 @@ def test_an_argument_that_the_body_rebinds_is_not_measured_as_something_else(tmp
     x, result = recorder.calls[0].value("x"), recorder.calls[0].value("result")
     assert x and x.stats is None
     assert result and result.stats and result.stats.mean == 1
+
+
+def test_each_tensor_of_a_list_is_measured(tiny_llm):
+    (step, _) = steps_of(tiny_llm(), values="lay_flat")
+    row = next(operation for operation in step.operations if operation.label == "lay_flat")
+    assert [row.tensors[name].shape[0] for name in row.inputs] == [3, 2]
+    stats = [row.tensors[name].stats for name in (*row.inputs, *row.outputs)]
+    assert all(stats), "each piece, and what they give together"
+    assert max(s.maximum or 0 for s in stats[:2] if s) == (stats[2] and stats[2].maximum)

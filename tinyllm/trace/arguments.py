@@ -50,6 +50,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
                         help="also write the records as JSON lines; - prints them instead of the text")  # fmt: skip
     parser.add_argument("--html", type=file_path, metavar="FILE", help="also write the run as one page, with pictures")
     _add_modes(parser)
+    parser.set_defaults(argv=())  # as they were given; the command puts them there, for the record
     return parser
 
 
@@ -86,7 +87,8 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-calibrate", action="store_true",
                         help="do not measure this machine: no word about what a stage waits for")  # fmt: skip
     parser.add_argument("--width", type=whole_number(MIN_WIDTH, MAX_WIDTH), metavar="N",
-                        help=f"columns, {MIN_WIDTH} to {MAX_WIDTH} (default: the terminal's; {WIDTH} in a pipe)")  # fmt: skip
+                        help=f"columns, {MIN_WIDTH} to {MAX_WIDTH} (default: the terminal's; "
+                        f"in a pipe {WIDTH}, where lists are not shortened to fit)")  # fmt: skip
     parser.add_argument("--unicode", action="store_true", help="arrows and lines beyond ASCII")
 
 
@@ -127,7 +129,7 @@ def _check_dry_run(args: argparse.Namespace) -> None:
         name
         for name, is_given in (
             ("a prompt", args.prompts), ("--verify", args.verify), ("--annotate", args.annotate),
-            ("--explain", args.explain), ("--time", args.time), ("--values", args.values), ("--ops", args.ops),
+            ("--explain", args.explain), ("--time", args.time), ("--values", args.values),
             ("--num-blocks", args.num_blocks), ("--temperature", args.temperature), ("--seed", args.seed is not None),
             ("--max-num-batched-tokens", args.max_num_batched_tokens != TOKEN_BUDGET),
         )
@@ -163,8 +165,11 @@ def check_writable(option: str, path: str | None) -> None:
         raise ConfigError(f"cannot write {brief(path)}: {reason}; give {option} a writable file") from None
 
 
-def view_options(args: argparse.Namespace, num_layers: int, width: int, roofline: Roofline | None) -> Options:
-    """What to print of a model with so many layers; `width` is where the command names none."""
+def view_options(args: argparse.Namespace, num_layers: int, width: int | None, roofline: Roofline | None) -> Options:
+    """What to print of a model with so many layers.
+
+    `width` is the terminal's, None in a pipe: there rows keep their columns, but no list is shortened.
+    """
     return Options(
         has_values=args.values,
         has_time=args.time,
@@ -174,7 +179,8 @@ def view_options(args: argparse.Namespace, num_layers: int, width: int, roofline
         full=args.full,
         step=args.step,
         op=args.op,
-        width=args.width or width,
+        width=args.width or width or WIDTH,
+        is_whole=args.width is None and width is None,
         is_unicode=args.unicode,
     )
 

@@ -4,15 +4,17 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from tinyllm.shapes import WORDS
-from tinyllm.trace.costs import STAGES, count
+from tinyllm.trace.costs import STAGES, Stage, count
 from tinyllm.trace.dims import FunctionSpec, Words
 from tinyllm.trace.ledger import Ledger
 from tinyllm.trace.record import Operation, TensorRecord
 from tinyllm.trace.recorder import PACKAGE, Call, Value
 
+MAX_RUNS = 2  # of equal shapes in a list that a row spells out
 Rows = dict[Any, dict[str, Operation]]  # by all that a row follows from, and then by its path
 
 
@@ -142,7 +144,7 @@ def _operation(
     label: str,
     views: Sequence[str | None],
 ) -> Operation:
-    stage, sizes = STAGES[call.name], ledger.sizes_of(call)
+    stage, sizes = _spell_lists(STAGES[call.name], call), ledger.sizes_of(call)
     pairs = [(value, view) for value, view in zip(call.values, views, strict=True) if value.words is not None]
     tensors = {value.name: _tensor(value, call, aliases, view) for value, view in pairs}
     sizes["e"] = _element_size(call)
@@ -155,7 +157,7 @@ def _operation(
         request=request,
         tensors=tensors,
         inputs=tuple(value.name for value in call.values if _is_input(value) and value.name in tensors),
-        outputs=tuple(value.name for value in call.values if value.role == "result" and value.name in tensors),
+        outputs=tuple(v.name for v in call.values if _is_output(v, stage) and v.name in tensors),
         locals=tuple(
             row.name
             for row in call.rows()
@@ -176,6 +178,36 @@ def _is_input(value: Value) -> bool:
     return value.role == "argument" or (value.role == "local" and value.storage == "weight")
 
 
+def _is_output(value: Value, stage: Stage) -> bool:
+    """Results, and the argument that is changed in place."""
+    return value.role == "result" or (value.role == "argument" and value.name == stage.updates)
+
+
+def _spell_lists(stage: Stage, call: Call) -> Stage:
+    """The stage with the items of a list where its template names the list: ``{pieces[0]}+3x{pieces[1]}``.
+
+    Neighbours of one shape are counted; of more than two such runs the first and the last are named. Where the list was
+    none that the recorder could read, the row is its result.
+    """
+    template = stage.template
+    lists: dict[str, list[Value]] = {}
+    for value in call.values:
+        if value.item is not None:
+            lists.setdefault(value.name.partition("[")[0], []).append(value)
+    for name, items in lists.items():
+        runs = [(run[0].name, len(run)) for _, group in groupby(items, _sizes) if (run := list(group))]
+        texts = [f"{num}x{{{first}}}" if num > 1 else f"{{{first}}}" for first, num in runs]
+        texts = texts if len(texts) <= MAX_RUNS else [texts[0], "..", texts[-1]]
+        template = template.replace(f"{{{name}}}", "+".join(texts))
+    if stage.symbolic and not lists:
+        return replace(stage, template=template.rpartition(" -> ")[2], symbolic="")
+    return replace(stage, template=template) if lists else stage
+
+
+def _sizes(value: Value) -> tuple[int, ...]:
+    return value.sizes
+
+
 def _tensor(value: Value, call: Call, aliases: Mapping[str, str], view_of: str | None) -> TensorRecord:
     words = tuple(aliases.get(word, word) for word in value.words or ())
     return TensorRecord(
@@ -189,6 +221,7 @@ def _tensor(value: Value, call: Call, aliases: Mapping[str, str], view_of: str |
         view_of,
         value.line,
         _statement(call.spec, value.line) if value.role == "local" else "",
+        item=value.item,
     )
 
 

@@ -34,7 +34,9 @@ DEFAULT_PROMPT = "The capital of France is"  # of --annotate, which needs some r
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m tinyllm.trace") -> None:
     """Run the command; raises TinyllmError for what the user can mend."""
+    argv = sys.argv[1:] if argv is None else argv
     args = make_parser(prog).parse_args(argv)
+    args.argv = tuple(argv)
     params = sampling_params(args)
     self_test()
     check_arguments(args)
@@ -66,18 +68,23 @@ def _run_dry(args: argparse.Namespace) -> None:
     config = read_config(args.model if args.config is None else args.config)
     with working("running the shapes"):
         run = dry_run(
-            config, *parse_lens(args.lens), block_size=args.block_size, dtype=args.dtype, attention=args.attention
-        )
+            config, *parse_lens(args.lens), block_size=args.block_size, dtype=args.dtype, attention=args.attention,
+            kernels=args.ops,
+        )  # fmt: skip
     options = view_options(args, config.num_layers, terminal_width(), None)
     check_step(args.step, len(run.steps))
     with contextlib.ExitStack() as files:
-        write_run(run, make_outputs(args, options, files))
+        write_run(replace(run, argv=args.argv), make_outputs(args, options, files))
 
 
 def _explain(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
-    steps = list(_watched(llm, requests, args))
-    check_step(args.step, len(steps))
-    print("\n".join(explain(args.explain, steps[args.step or 0])))
+    num_steps = 0
+    for step in _watched(llm, requests, args):
+        num_steps += 1
+        if step.index == (args.step or 0):  # the steps behind it need not run
+            print("\n".join(explain(args.explain, step)))
+            return
+    check_step(args.step, num_steps)
 
 
 def _annotate(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
@@ -104,7 +111,7 @@ def _trace(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> N
         roofline = None if args.no_calibrate else measured_roofline()
     options = view_options(args, llm.loaded.config.num_layers, terminal_width(), roofline)
     with contextlib.ExitStack() as files:
-        trace_run(llm, requests, args, make_outputs(args, options, files))
+        trace_run(llm, requests, args, make_outputs(args, options, files), options.ridge)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------------
@@ -146,11 +153,17 @@ def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
     return args.num_blocks
 
 
-def trace_run(llm: LLM, requests: Sequence[Request], args: argparse.Namespace, outputs: Sequence[Output]) -> None:
-    """Run the requests to their end; every output hears of the start, each step and the end."""
+def trace_run(
+    llm: LLM,
+    requests: Sequence[Request],
+    args: argparse.Namespace,
+    outputs: Sequence[Output],
+    ridge: float | None = None,
+) -> None:
+    """Run the requests to their end; every output hears of the start, each step and the end. ridge is the machine's."""
     texts = enumerate(args.prompts)
     prompts = (prompt_record(llm, request_label(i), text, args.special) for i, text in texts)
-    run = start_run(llm.engine, llm, prompts)
+    run = replace(start_run(llm.engine, llm, prompts), argv=args.argv, ridge=ridge)
     for output in outputs:
         output.start(run)
     num_steps = 0

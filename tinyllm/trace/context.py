@@ -1,13 +1,13 @@
 """``with trace() as t:`` records every engine step that this thread makes in the block, and can say what it saw."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 from typing import Any
 
 from tinyllm.engine import Engine
-from tinyllm.errors import RequestError
+from tinyllm.errors import RequestError, brief
 from tinyllm.llm import LLM
 from tinyllm.request import Request
 from tinyllm.trace.html import render_fragment
@@ -15,7 +15,7 @@ from tinyllm.trace.ledger import LedgerError
 from tinyllm.trace.record import Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Call, Recorder, TraceError
 from tinyllm.trace.session import StepReader, answer_record, prompt_record, start_run, token_text
-from tinyllm.trace.terminal import render_run
+from tinyllm.trace.terminal import check_wanted, render_run
 from tinyllm.trace.to_json import run_to_json
 from tinyllm.trace.values import Wanted
 
@@ -41,7 +41,8 @@ class Trace:
     the steps. Values are not kept, only sizes, so that long generations stay small. A step that fails keeps the rows
     that came before, and its `failure` says where it ended.
 
-    values, residual, times and kernels ask for more, as in `trace_steps`; of nested blocks the innermost decides.
+    values, residual, times and kernels ask for more, as in `trace_steps`; of nested blocks the innermost decides. A
+    process's first step is slow for reasons of its own: before times, `session.warm_up(llm.engine, requests)` helps.
 
     In a notebook it shows itself; `print` gives the same as text.
     """
@@ -53,6 +54,7 @@ class Trace:
         times: bool = False,
         kernels: bool = False,
     ) -> None:
+        check_wanted(values)
         self.steps: list[StepRecord] = []
         self.calls: list[Call] = []  # of tensor functions that no engine step made
         self._sources: list[_Source] = []
@@ -148,6 +150,10 @@ class Trace:
 
     def diff(self, other: "Trace") -> list[dict[str, Any]]:
         """The rows in which two runs differ: in shape, FLOPs or bytes, or as only one of them has it (None)."""
+        if not isinstance(other, Trace):
+            raise TraceError(
+                f"diff compares with {brief(other)}; expected another trace, as of `with trace() as other:`"
+            )
         mine, theirs = ({_key(row): row for row in trace.table()} for trace in (self, other))
         differing = (key for key in {**mine, **theirs} if _compared(mine.get(key)) != _compared(theirs.get(key)))
         return [
@@ -162,22 +168,26 @@ class Trace:
 
     def __str__(self) -> str:
         """The trace as text, as the command prints it."""
-        if not self._sources:
-            return repr(self)
+        return "\n".join(self._lines(self.run)) if self._sources else repr(self)
+
+    def _lines(self, run: RunRecord) -> Iterator[str]:
         others = sum(len(source.steps) for source in self._sources[1:])
-        note = [f"! another engine made {others} more steps in this block: see .steps and .table()"] if others else []
-        return "\n".join([*render_run(self.run), *note])
+        yield from render_run(run)
+        if others:
+            yield f"! another engine made {others} more steps in this block: see .steps and .table()"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         """What a notebook shows: the page's steps as HTML, else the text; the records for programs."""
-        bundle: dict[str, Any] = {"text/plain": str(self)}
+        forms: dict[str, Callable[[], Any]] = {"text/plain": lambda: repr(self)}
         if self._sources:
-            bundle |= {"text/html": render_fragment(self.run), "application/json": self.to_json()}
-        return {
-            kind: data
-            for kind, data in bundle.items()
-            if kind in (bundle if include is None else include) and kind not in (exclude or ())
-        }
+            run = self.run
+            forms = {
+                "text/plain": lambda: "\n".join(self._lines(run)),
+                "text/html": lambda: render_fragment(run),
+                "application/json": lambda: run_to_json(run),
+            }
+        wanted = set(forms if include is None else include) - set(exclude or ())
+        return {kind: form() for kind, form in forms.items() if kind in wanted}
 
     def to_json(self) -> list[dict[str, Any]]:
         """The run as the records of ``--json``: a header, the steps, a footer."""

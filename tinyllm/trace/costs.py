@@ -26,7 +26,8 @@ PAIRS = "(query_len*seq_len-query_len*(query_len-1)/2)"  # the keys that the cau
 class Stage:
     """One kind of row. template says how the row reads: ``{x}`` is a value of the call, ``{weight.T}`` its transpose.
 
-    flops, read and write are formulas over the call's words and `e`; read and write count bytes.
+    flops, read and write are formulas over the call's words and `e`; read and write count bytes. A row whose template
+    names a list has its items in there instead (`Operation.stage`); symbolic is then how it reads in symbols.
     """
 
     kind: Kind
@@ -36,6 +37,9 @@ class Stage:
     write: str = "0"
     dense_flops: str | None = None  # what an unmasked computation would cost
     counted: Counted = "exact"
+    symbolic: str = ""
+    updates: str = ""  # the argument that it writes into: it comes out as well, changed in place
+    updated_at: str = ""  # the argument that says in which slots; all others stay as they were
 
 
 def count(formula: str, sizes: Mapping[str, int]) -> int:
@@ -68,7 +72,8 @@ STAGES: dict[str, Stage] = {
         "3*num_tokens*heads*head_dim",
         read="e*num_tokens*heads*head_dim+4*2*num_tokens*half_dim", write="e*num_tokens*heads*head_dim"),
     "write_kv": Stage(
-        "cache write", "2x{k} -> {layer_kv}", read="e*2*num_tokens*kv_size+8*num_tokens", write="e*2*num_tokens*kv_size"),
+        "cache write", "2x{k} -> {layer_kv}", read="e*2*num_tokens*kv_size+8*num_tokens", write="e*2*num_tokens*kv_size",
+        updates="layer_kv", updated_at="slot_mapping"),
     "gather_kv": Stage(
         "gather", "{layer_kv} -> 2x{result[0]}",
         read="e*2*num_req_blocks*block_size*kv_size+8*num_req_blocks", write="e*2*num_req_blocks*block_size*kv_size"),
@@ -76,7 +81,9 @@ STAGES: dict[str, Stage] = {
         "matmul", "{q}.{k} -> {result}",
         f"4*num_heads*head_dim*{PAIRS}", read="e*(query_len*q_size+2*seq_len*kv_size)", write="e*query_len*q_size",
         dense_flops="4*num_heads*head_dim*query_len*seq_len", counted="causal-exact"),
-    "lay_flat": Stage("gather", "{result}", read="e*num_tokens*q_size", write="e*num_tokens*q_size"),
+    "lay_flat": Stage(
+        "gather", "{pieces} -> {result}", read="e*num_tokens*q_size", write="e*num_tokens*q_size",
+        symbolic="R x {pieces[0]} -> {result}"),
     "merge_heads": Stage("view", "{x} -> {result}"),
     "silu_and_mul": Stage(
         "elementwise", "{gate_up} -> {result}",

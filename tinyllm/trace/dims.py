@@ -20,7 +20,7 @@ class FunctionSpec:
     file: Path
     first_line: int
     summary: str  # the docstring's first sentence
-    arguments: Mapping[str, Words | None]
+    arguments: Mapping[str, Words | None]  # of a list the words of each item
     locals: Mapping[str, Words]
     results: tuple[Words | None, ...]  # one entry, or one per item of a tuple
     assigned_lines: Mapping[str, int]
@@ -88,21 +88,29 @@ def _read_function(
 def words_of(annotation: ast.expr | None) -> Words | None:
     """The words of ``Float[Tensor, "..."]``, with or without ``| None``; None where there are none.
 
+    Those of ``list[...]``, ``Sequence[...]`` and ``tuple[..., ...]`` are the words of each item. ``_query_len`` is query_len
+    where jaxtyping should not bind it, as the items differ in it.
+
     >>> words_of(ast.parse('Float[Tensor, " num_tokens"] | None', mode="eval").body)
     ('num_tokens',)
+    >>> words_of(ast.parse('list[Float[Tensor, "_query_len head_dim"]]', mode="eval").body)
+    ('query_len', 'head_dim')
     """
-    if isinstance(annotation, ast.BinOp):
-        return words_of(annotation.left) or words_of(annotation.right)
-    if isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
-        last = annotation.slice.elts[-1]
-        if isinstance(last, ast.Constant) and isinstance(last.value, str):
-            return tuple(last.value.split())
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            return words_of(left) or words_of(right)
+        case ast.Subscript(value=ast.Name(id="list" | "Sequence"), slice=item):
+            return words_of(item)
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[item, ast.Constant(value=last)])):
+            return words_of(item) if last is ... else None
+        case ast.Subscript(slice=ast.Tuple(elts=[*_, ast.Constant(value=str(text))])):
+            return tuple(word.removeprefix("_") for word in text.split())
     return None
 
 
 def _result_words(annotation: ast.expr | None) -> tuple[Words | None, ...]:
     match annotation:
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)):
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)) if words_of(annotation) is None:
             return tuple(words_of(item) for item in items)
     return (words_of(annotation),)
 

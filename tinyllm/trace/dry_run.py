@@ -97,11 +97,14 @@ def dry_run(
     block_size: int = 16,
     dtype: str = "bfloat16",
     attention: str = "reference",
+    kernels: bool = False,
 ) -> RunRecord:
     """The record of one step of requests that compute `lens[i]` tokens each, up to position `seq_lens[i]` - 1.
 
     seq_lens None is `lens`: prompts of which nothing was computed before. The blocks are handed out in order, in a pool
-    just large enough; the sampler is greedy. Raises ConfigError for what cannot be a step of this model.
+    just large enough; the sampler is greedy. kernels asks for each row's `kernels`.
+
+    Raises ConfigError for what cannot be a step of this model.
     """
     query_lens, seq_lens = _check_lens(config, lens, lens if seq_lens is None else seq_lens)
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -113,7 +116,7 @@ def dry_run(
         decoder = Decoder(config, attention).to(DTYPES[dtype])
     kv_cache = KVCache(config, cache, DTYPES[dtype], "meta")
     start = time.perf_counter()
-    calls = _run(decoder, kv_cache, requests)
+    calls = _run(decoder, kv_cache, requests, kernels)
     traced_ms = 1000 * (time.perf_counter() - start)
     return RunRecord(
         model=config.name,
@@ -185,9 +188,9 @@ def _make_requests(query_lens: Sequence[int], seq_lens: Sequence[int], block_siz
     return tuple(requests)
 
 
-def _run(decoder: Decoder, kv_cache: KVCache, requests: Sequence[RequestRecord]) -> list[Call]:
+def _run(decoder: Decoder, kv_cache: KVCache, requests: Sequence[RequestRecord], kernels: bool) -> list[Call]:
     """What the engine does behind the scheduler, seen by a recorder."""
-    with Recorder() as recorder:
+    with Recorder(kernels=kernels) as recorder:
         batch = _build_batch(requests, "meta")
         logits = decoder(batch, kv_cache)
         sampling = build_sampling_batch(

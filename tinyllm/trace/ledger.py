@@ -2,20 +2,30 @@
 
 The shape checks see one call at a time and no local; the ledger sees them all. A config word is compared with the
 config, a step word with its first size in the step, any other word with its first size in the call; a word that has a
-formula is compared with that as well.
+formula is compared with that as well. Each item of a list of requests' tensors has the request's words for itself.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.shapes import WORDS, evaluate
-from tinyllm.trace.recorder import Call
+from tinyllm.trace.record import REQUEST_WORDS
+from tinyllm.trace.recorder import Call, Value
 
-LOCAL_WORDS = frozenset(word.name for word in WORDS.values() if word.scope in ("request", "call"))
+LOCAL_WORDS = REQUEST_WORDS | {word.name for word in WORDS.values() if word.scope == "call"}
 
 
 class LedgerError(AssertionError):
     """Two sizes for one dimension word: an annotation is false or a tensor is wrong. Names both."""
+
+
+@dataclass
+class _Scope:
+    """The words that have one size each in some part of a step, and where they got it."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 class Ledger:
@@ -27,7 +37,7 @@ class Ledger:
 
     def __init__(self, dims: Mapping[str, int]):
         self.sizes: dict[str, int] = dict(dims)
-        self._origins: dict[str, str] = dict.fromkeys(dims, "the config")
+        self._step = _Scope(self.sizes, dict.fromkeys(dims, "the config"))
         self._call_sizes: dict[int, dict[str, int]] = {}
         self._checked: dict[Any, tuple[dict[str, int], int]] = {}  # equal calls: their words, and how many
         self.num_compared = 0
@@ -45,7 +55,7 @@ class Ledger:
 
     def _check_or_find(self, call: Call) -> None:
         """A call whose every word has the size that it had in a checked one, with no size new since, is true like that."""
-        words = tuple([(value.words, value.sizes) for value in call.values])
+        words = tuple([(value.words, value.sizes, value.item) for value in call.values])
         key = len(self.sizes), words, tuple(call.ints.items())
         if key in self._checked:
             self._call_sizes[id(call)], num_compared = self._checked[key]
@@ -57,32 +67,31 @@ class Ledger:
             self._checked[key] = sizes, self.num_compared - before
 
     def _check_call(self, call: Call) -> dict[str, int]:
-        local_sizes: dict[str, int] = {}
-        local_origins: dict[str, str] = {}
-        claims = [(name, name, size) for name, size in call.ints.items()]
-        for value in call.values:
-            if value.words is None:
-                continue
-            if len(value.words) != len(value.sizes):
-                raise LedgerError(
-                    f"{_place(call, value.name)} {list(value.words)} has {len(value.sizes)} axes: {value.sizes}"
-                )
-            claims += [(value.name, word, size) for word, size in zip(value.words, value.sizes, strict=True)]
-        for name, word, size in claims:
-            sizes, origins = (local_sizes, local_origins) if word in LOCAL_WORDS else (self.sizes, self._origins)
-            self._compare(call, name, word, size, sizes, origins)
-        self._check_formulas(call, local_sizes)
-        return local_sizes
+        own = _Scope()
+        for name, size in call.ints.items():
+            self._compare(call, name, name, size, own if name in LOCAL_WORDS else self._step)
+        items = [self._check_value(call, value, own) for value in call.values if value.words is not None]
+        for scope in [own, *filter(None, items)]:
+            self._check_formulas(call, scope.sizes)
+        return own.sizes
 
-    def _compare(
-        self, call: Call, name: str, word: str, size: int, sizes: dict[str, int], origins: dict[str, str]
-    ) -> None:
+    def _check_value(self, call: Call, value: Value, own: _Scope) -> _Scope | None:
+        """Compare one value's words; those of a list's item that its request alone has are returned, not the call's."""
+        words, item = value.words or (), None if value.item is None else _Scope()
+        if len(words) != len(value.sizes):
+            raise LedgerError(f"{_place(call, value.name)} {list(words)} has {len(value.sizes)} axes: {value.sizes}")
+        for word, size in zip(words, value.sizes, strict=True):
+            scope = item if item and word in REQUEST_WORDS else own if word in LOCAL_WORDS else self._step
+            self._compare(call, value.name, word, size, scope)
+        return item
+
+    def _compare(self, call: Call, name: str, word: str, size: int, scope: _Scope) -> None:
         self.num_compared += 1
-        expected = sizes[word] if word in sizes else evaluate(word, sizes)
+        expected = scope.sizes[word] if word in scope.sizes else evaluate(word, scope.sizes)
         if expected is None and word.isidentifier():
-            sizes[word], origins[word] = size, f"{call.name} {name}"
+            scope.sizes[word], scope.origins[word] = size, f"{call.name} {name}"
         elif expected != size:
-            origin = origins.get(word, "its formula")
+            origin = scope.origins.get(word, "its formula")
             raise LedgerError(f"{_place(call, name)}: {word} is {size}, but {expected} in {origin}")
 
     def _check_formulas(self, call: Call, local_sizes: dict[str, int]) -> None:

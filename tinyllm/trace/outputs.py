@@ -13,13 +13,12 @@ from rich.text import Text
 
 from tinyllm.trace.arguments import suggestions
 from tinyllm.trace.html import render_page
-from tinyllm.trace.record import RunRecord, StepRecord
+from tinyllm.trace.record import RunRecord, RunSums, StepRecord
 from tinyllm.trace.terminal import (
     MAX_WIDTH,
     MIN_WIDTH,
     WIDTH,
     Options,
-    RunTotals,
     render_answers,
     render_next,
     render_start,
@@ -59,7 +58,7 @@ class JsonOutput:
     """One record a line."""
 
     file: TextIO
-    num_steps: int = 0
+    _sums: RunSums = field(default_factory=RunSums)
 
     def start(self, run: RunRecord) -> None:
         """Write the header."""
@@ -68,11 +67,11 @@ class JsonOutput:
     def step(self, step: StepRecord) -> None:
         """Write the step."""
         self._write(step_to_json(step))
-        self.num_steps += 1
+        self._sums.add(step)
 
     def end(self, run: RunRecord) -> None:
         """Write the footer."""
-        self._write({**footer_to_json(run), "num_steps": self.num_steps})
+        self._write(footer_to_json(run, self._sums))
 
     def _write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -98,12 +97,12 @@ class HtmlOutput:
         self.file.write(render_page(replace(run, steps=tuple(self._steps)), self.ridge))
 
 
-def terminal_width() -> int:
-    """The window's columns, as far as rows can be laid out for them; the usual width in a pipe."""
+def terminal_width() -> int | None:
+    """The window's columns, as far as rows can be laid out for them; None where there is no window."""
     try:
         columns = os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):  # a pipe, a file, a stream of a test or a notebook
-        columns = 0
+        return None
     return min(MAX_WIDTH, max(MIN_WIDTH, columns)) if columns else WIDTH
 
 
@@ -114,7 +113,7 @@ class TextOutput:
     args: argparse.Namespace
     options: Options
     console: Console
-    _totals: RunTotals = field(default_factory=RunTotals)
+    _sums: RunSums = field(default_factory=RunSums)
     _previous: StepRecord | None = None
     _num_steps: int = 0
 
@@ -127,13 +126,13 @@ class TextOutput:
         if self.options.step in (None, step.index):
             self._print_rows([""])
         self._print_rows(render_step(step, self._previous, self.options))
-        self._totals.add(step)
+        self._sums.add(step)
         self._previous = step
         self._num_steps += 1
 
     def end(self, run: RunRecord) -> None:
         """Print the sums, the answers and what to try next."""
-        self._print_rows(render_totals(self._totals, self.options))
+        self._print_rows(render_totals(self._sums, self.options))
         if run.answers:
             self._print_plain(["", *render_answers(run, self.options)])
         self._print_plain(render_next(suggestions(self.args, run.dims["num_layers"], self._num_steps), self.options))

@@ -3,13 +3,17 @@
 collect.py builds its rows from the recorder's calls; every symbolic dimension in it has passed the ledger.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import Stage
 from tinyllm.trace.dims import Words
+
+KV, WEIGHTS, ACTIVATIONS = "KV", "weights", "activations"  # what bytes are moved of
+REQUEST_WORDS = frozenset(name for name, word in WORDS.items() if word.scope == "request")
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,20 @@ class TensorRecord:
     line: int = 0  # of its last assignment; an argument's is that of the function
     source: str = ""  # the statement that made a local, on one line
     stats: Stats | None = field(default=None, compare=False)  # where asked for; equal layers stay equal with it
+    item: int | None = None  # its place in a list of requests' tensors: query_len and the like are then its own
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """The words' short symbols: ``T``, ``nq*d``, ``R+1``."""
         return tuple(to_symbol(word) for word in self.words)
+
+    @property
+    def own_symbols(self) -> tuple[str, ...]:
+        """The same, but of a list's item its request's sizes with its place, as another item's may differ: ``s0``."""
+        return tuple(
+            f"{symbol}{self.item}" if word in REQUEST_WORDS and self.item is not None else symbol
+            for word, symbol in zip(self.words, self.symbols, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Operation:
     path: str
     label: str
     function: str
-    stage: Stage
+    stage: Stage  # its template names no list, but the items
     layer: int | None
     request: str | None
     tensors: Mapping[str, TensorRecord]  # every named value of the call, arguments first
@@ -80,6 +93,21 @@ class Operation:
     def intensity(self) -> float | None:
         """FLOPs per byte."""
         return self.flops / self.num_bytes if self.flops is not None and self.num_bytes else None
+
+    @property
+    def bytes_by_storage(self) -> dict[str, int]:
+        """Its bytes by what is moved: parameters, the pool's keys and values, everything else.
+
+        A gather reads rows of a table and not all of it; any other row reads its weights whole.
+        """
+        inputs = [self.tensors[name] for name in self.inputs]
+        sizes = {storage: sum(t.num_bytes for t in inputs if t.storage == storage) for storage in ("weight", "index")}
+        rows_read = max(0, self.bytes_read - sizes["index"])
+        pool = {"cache write": self.bytes_written, "gather": rows_read}.get(self.stage.kind, 0)
+        kv = pool if any(tensor.storage == "kv_pool" for tensor in inputs) else 0
+        weights = rows_read if sizes["weight"] and self.stage.kind == "gather" else sizes["weight"]
+        weights = min(weights, self.bytes_read)
+        return {WEIGHTS: weights, KV: kv, ACTIVATIONS: self.num_bytes - weights - kv}
 
     @property
     def has_values(self) -> bool:
@@ -262,6 +290,63 @@ class StepRecord:
         return [operation for operation in self.operations if operation.layer == index]
 
 
+@dataclass
+class Sums:
+    """What several steps did and cost together. It keeps no step, so a long run stays small."""
+
+    num_steps: int = 0
+    num_tokens: int = 0  # computed
+    num_chosen: int = 0  # sampled and kept
+    flops: int = 0
+    has_unknown_flops: bool = False  # then `flops` is a lower bound
+    num_bytes: int = 0
+    num_compared: int = 0
+    traced_ms: float = 0.0
+    time_us: float | None = None  # of all rows, where it was measured
+    bytes_by_storage: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: StepRecord) -> None:
+        """Count one more step."""
+        self.num_steps += 1
+        self.num_tokens += step.dims["num_tokens"]
+        self.num_chosen += sum(request.chosen is not None for request in step.requests)
+        self.flops += step.flops
+        self.has_unknown_flops |= step.has_unknown_flops
+        self.num_bytes += step.num_bytes
+        self.num_compared += step.num_compared
+        self.traced_ms += step.traced_ms
+        for operation in step.operations:
+            self.bytes_by_storage.update(operation.bytes_by_storage)
+            if operation.time_us is not None:
+                self.time_us = (self.time_us or 0.0) + operation.time_us
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte."""
+        return self.flops / self.num_bytes if self.num_bytes else None
+
+
+@dataclass
+class RunSums:
+    """The sums of a run so far, and of each phase's steps in it."""
+
+    total: Sums = field(default_factory=Sums)
+    phases: dict[str, Sums] = field(default_factory=dict)  # in the order in which they came
+
+    def add(self, step: StepRecord) -> None:
+        """Count one more step."""
+        self.total.add(step)
+        self.phases.setdefault(step.phase, Sums()).add(step)
+
+
+def sum_up(steps: Iterable[StepRecord]) -> RunSums:
+    """The sums of steps that are all there."""
+    sums = RunSums()
+    for step in steps:
+        sums.add(step)
+    return sums
+
+
 @dataclass(frozen=True)
 class PromptRecord:
     """One prompt: the texts of its tokens, word by word (a lone begin token is a word)."""
@@ -299,6 +384,8 @@ class RunRecord:
     answers: tuple[AnswerRecord, ...]
     config_name: str = ""  # what the model calls itself
     prefix_caching: bool = True
+    argv: tuple[str, ...] = ()  # the command's arguments; a library run has none
+    ridge: float | None = None  # FLOPs per byte at which this machine computes as long as it moves, where measured
 
 
 def to_symbol(word: str) -> str:

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -59,6 +59,7 @@ class Value:
     storage_identity: int
     storage_offset: int
     stats: Stats | None = None  # where asked for
+    item: int | None = None  # its place in the list that the name stands for: the name is then "pieces[0]"
 
 
 @dataclass(slots=True)
@@ -92,14 +93,13 @@ class Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it can be asked for by: its qualified name, its class or function, and its row's label.
+        """What it can be asked for by: its qualified name, its class or function, its row's label, the modules it is in.
 
         A label that also names a result, such as ``rope q``, counts by its first word.
         """
         owner, _, function = self.name.rpartition(".")
-        if function == "forward":
-            return self.name, owner, self.path.rpartition(".")[2]
-        return self.name, function, function.removeprefix("apply_")
+        name = owner if function == "forward" else function
+        return self.name, name, name.removeprefix("apply_"), *self.path.split(".")
 
     @property
     def has_failed(self) -> bool:
@@ -277,7 +277,7 @@ class Recorder:
                     words = _inherited_words(call, call_lines, value)
                 append(_describe(name, value, role, words, line))
             elif value is not None:
-                self._read_other(call, name, value)
+                self._read_other(call, name, value, plan)
 
     def _read_result(self, call: Call, reader: "_Reader", result: Any) -> None:
         words, line = call.spec.results, call.spec.first_line
@@ -291,12 +291,14 @@ class Recorder:
         if isinstance(value, Tensor):
             call.values.append(_describe(name, value, *plan[:3]))
         elif value is not None:
-            self._read_other(call, name, value)
+            self._read_other(call, name, value, plan)
 
-    def _read_other(self, call: Call, name: str, value: Any) -> None:
+    def _read_other(self, call: Call, name: str, value: Any, plan: "_Plan") -> None:
         if isinstance(value, int):
             if name in WORDS and not isinstance(value, bool):
                 call.ints[name] = value
+        elif plan[1] is not None and isinstance(value, list | tuple):
+            call.values += _describe_items(name, value, *plan[:3])
         elif id(value) not in self._seen_dataclasses and dataclasses.is_dataclass(value):
             self._seen_dataclasses[id(value)] = value
             self._read_fields(call, value)
@@ -310,7 +312,8 @@ class Recorder:
     def _measure(self, call: Call, held: list[Any]) -> None:
         """Stats of what the call holds; its tensors are measured one by one, and let go."""
         with torch.inference_mode(), self._kernels_paused():
-            tensors = {id(tensor): tensor for tensor in _tensors_of(held)}
+            recorded = {value.identity for value in call.values}
+            tensors = {id(tensor): tensor for tensor in _tensors_of(held) if id(tensor) in recorded}
             stats = {identity: measure(tensor) for identity, tensor in tensors.items()}
         call.is_measured = True
         for value in call.values:
@@ -418,11 +421,11 @@ def _inherited_words(call: Call, lines: range | None, value: Any) -> Words | Non
 
 
 def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the values, and in the tuples and dataclasses among them."""
+    """The tensors among the values, and in the tuples, lists and dataclasses among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             yield from (item for item in value if isinstance(item, Tensor))
         elif dataclasses.is_dataclass(value):
             items = [getattr(value, item.name) for item in dataclasses.fields(value)]
@@ -454,6 +457,15 @@ def _describe(name: str, tensor: Tensor, role: Role, words: Words | None, line: 
         tensor.untyped_storage()._cdata,
         int(tensor.storage_offset()),
     )
+
+
+def _describe_items(name: str, items: Sequence[Any], role: Role, words: Words | None, line: int) -> Iterator[Value]:
+    """The tensors of a list, each under the list's name and its place in it."""
+    for i, item in enumerate(items):
+        if isinstance(item, Tensor):
+            value = _describe(f"{name}[{i}]", item, role, words, line)
+            value.item = i
+            yield value
 
 
 def self_test() -> None:

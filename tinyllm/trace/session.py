@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tinyllm.batch import build_batch, build_sampling_batch
+from tinyllm.config import CacheConfig
 from tinyllm.engine import Engine, StepOutput
+from tinyllm.kv_cache import KVCache
 from tinyllm.llm import LLM
 from tinyllm.request import Request
+from tinyllm.sampler.sample import sample
 from tinyllm.scheduler import Schedule, ScheduledRequest
 from tinyllm.tokenizer import Tokenizer
 from tinyllm.trace.collect import Memo, collect_operations
@@ -45,7 +49,8 @@ def trace_steps(
     """Run the requests to their end; yield one checked record a step. Whoever stops listening gives them up.
 
     values names functions or rows, such as ``attend`` or ``*_proj``, whose tensors get `stats`; residual asks for
-    `residual_rms` (None: where values are asked for); times for each row's `time_us`; kernels for its `kernels`.
+    `residual_rms` (None: where values are asked for); times for each row's `time_us`, after one `warm_up`; kernels for
+    its `kernels`.
 
     Raises RequestError before anything runs, and LedgerError where a dimension word has two sizes: then an annotation
     is false.
@@ -53,6 +58,10 @@ def trace_steps(
     history = History({request.request_id: request_label(i) for i, request in enumerate(requests)})
     reader = StepReader(llm.engine, llm.tokenizer, history, has_times=times)
     has_residual = values is not None if residual is None else residual
+    for request in requests:
+        llm.engine.check_request(request)
+    if times and requests:
+        warm_up(llm.engine, requests)
     steps = llm.run(requests)
     while True:
         start = time.perf_counter()
@@ -61,6 +70,32 @@ def trace_steps(
         if output is None:
             return
         yield reader.read(recorder.calls, output.schedule, output, 1000 * (time.perf_counter() - start))
+
+
+def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
+    """Run model and sampler once, untimed, so that no row pays for what comes once in a process.
+
+    That is torch's choice of kernels and its first memory, and the recorder's reading of sources: without it a small row of
+    the first step shows many times its later time. A prompt of four tokens and a single token pass through, sampled like
+    the first request and the last, over a cache of their own: the engine's cache, blocks and requests stay untouched. What
+    comes once for each new shape, some microseconds a row, stays in the rows.
+    """
+    query_lens, block_size = (4, 1), engine.cache_config.block_size
+    num_blocks = -(-query_lens[0] // block_size)
+    cache = CacheConfig(block_size, 1 + num_blocks + 1)
+    kv_cache = KVCache(engine.model.config, cache, engine.kv_cache.kv.dtype, engine.device)
+    ends, device = (requests[0], requests[-1]), engine.device
+    with Recorder():
+        batch = build_batch([[0] * 4, [0]], [0, 0], [[*range(1, 1 + num_blocks)], [1 + num_blocks]], block_size, device)
+        sampling = build_sampling_batch(
+            [request.params for request in ends],
+            [request.seed for request in ends],
+            query_lens,
+            engine.model.config.vocab_size,
+            device,
+            [request.banned_ids for request in ends],
+        )
+        sample(engine.model(batch, kv_cache), sampling)
 
 
 @dataclass

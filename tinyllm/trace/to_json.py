@@ -1,25 +1,32 @@
 """A step's record as the plain values that schema.json describes."""
 
+import importlib.metadata
 import math
+import platform
 from typing import Any
+
+import torch
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.record import (
     Operation,
     RequestRecord,
     RunRecord,
+    RunSums,
     Stats,
     StepRecord,
     TensorRecord,
     sizes_by_symbol,
+    sum_up,
 )
 
 SCHEMA_ID = "tinyllm.trace/1"
+OWN_SCOPES = ("request", "call")  # of words whose size holds for one row
 
 
 def run_to_json(run: RunRecord) -> list[dict[str, Any]]:
     """All records of a run, in the order of the file: header, steps, footer."""
-    return [header_to_json(run), *map(step_to_json, run.steps), footer_to_json(run)]
+    return [header_to_json(run), *map(step_to_json, run.steps), footer_to_json(run, sum_up(run.steps))]
 
 
 def header_to_json(run: RunRecord) -> dict[str, Any]:
@@ -27,6 +34,13 @@ def header_to_json(run: RunRecord) -> dict[str, Any]:
     return {
         "schema": SCHEMA_ID,
         "type": "header",
+        "versions": {
+            "tinyllm": _own_version(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "argv": list(run.argv),
+        "machine": {"ridge": run.ridge, "num_threads": torch.get_num_threads()},
         "model": run.config_name or run.model,
         "dtype": run.dtype,
         "attention": run.attention,
@@ -42,18 +56,40 @@ def header_to_json(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def footer_to_json(run: RunRecord) -> dict[str, Any]:
-    """What came out of the run."""
+def _own_version() -> str | None:
+    try:
+        return importlib.metadata.version("tinyllm-trace")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return None
+
+
+def footer_to_json(run: RunRecord, sums: RunSums) -> dict[str, Any]:
+    """What came out of the run, and what its steps cost together; needs none of them."""
     return {
         "schema": SCHEMA_ID,
         "type": "footer",
-        "num_steps": len(run.steps),
+        "num_steps": sums.total.num_steps,
+        "totals": _sums_to_json(sums),
         "completions": [
             {"id": answer.label, "text": answer.text, "token_ids": list(answer.token_ids),
              "finish_reason": answer.finish_reason, "seed": answer.seed}
             for answer in run.answers
         ],
     }  # fmt: skip
+
+
+def _sums_to_json(sums: RunSums) -> dict[str, Any]:
+    total = sums.total
+    return {
+        "flops": total.flops,
+        "flops_is_lower_bound": total.has_unknown_flops,
+        "bytes": total.num_bytes,
+        "intensity": None if total.intensity is None else round(total.intensity, 4),
+        "tokens_in": total.num_tokens,
+        "tokens_out": total.num_chosen,
+        "traced_ms": round(total.traced_ms, 3),
+        "steps": {phase: part.num_steps for phase, part in sums.phases.items()},
+    }
 
 
 def step_to_json(step: StepRecord) -> dict[str, Any]:
@@ -81,6 +117,7 @@ def _request_to_json(request: RequestRecord) -> dict[str, Any]:
     hit = request.hit
     return {
         "id": request.label,
+        "phase": "decode" if request.is_decode else "prefill",
         "started_as": request.started_as,
         "state": request.state,
         "num_computed": request.num_computed_tokens,
@@ -166,13 +203,13 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
         "layer": operation.layer,
         "request": operation.request,
         "in": [_tensor_to_json(operation.tensors[name]) for name in operation.inputs] if is_first else [],
-        "out": [_tensor_to_json(operation.tensors[name]) for name in operation.outputs] if is_first else [],
+        "out": [_output_to_json(name, operation) for name in operation.outputs] if is_first else [],
         **(
             {"locals": [_tensor_to_json(operation.tensors[name]) for name in operation.locals]}
             if operation.has_values
             else {}
         ),
-        **({} if operation.request is None else {"dims": _request_dims(operation)}),
+        **({"dims": dims} if (dims := _own_dims(operation)) else {}),
         "expr": operation.summary,
         "flops": {
             "value": operation.flops,
@@ -193,16 +230,26 @@ def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, s
     }
 
 
-def _request_dims(operation: Operation) -> dict[str, int]:
-    """The sizes of the words that one request alone has, by symbol."""
-    names = [name for name, word in WORDS.items() if word.scope == "request" and name in operation.sizes]
-    return {WORDS[name].symbol: operation.sizes[name] for name in names}
+def _own_dims(operation: Operation) -> dict[str, int]:
+    """The sizes of the words that this row alone has, by symbol: its request's, and a helper's ``in_size`` and the like."""
+    names = [name for name, word in WORDS.items() if word.scope in OWN_SCOPES and name in operation.sizes]
+    dims = {WORDS[name].symbol: operation.sizes[name] for name in names}
+    for tensor in (tensor for tensor in operation.tensors.values() if tensor.item is not None):
+        symbols = zip(tensor.own_symbols, tensor.symbols, tensor.shape, strict=True)
+        dims |= {own: size for own, shared, size in symbols if own != shared}
+    return dims
+
+
+def _output_to_json(name: str, operation: Operation) -> dict[str, Any]:
+    """A result; or an argument changed in place, with the name of the batch's list that says in which slots."""
+    stage, tensor = operation.stage, _tensor_to_json(operation.tensors[name])
+    return {**tensor, "written_at": f"batch.{stage.updated_at}"} if name == stage.updates else tensor
 
 
 def _tensor_to_json(tensor: TensorRecord) -> dict[str, Any]:
     return {
         "name": tensor.name,
-        "sym": list(tensor.symbols),
+        "sym": list(tensor.own_symbols),
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
         "nbytes": tensor.num_bytes,

@@ -25,7 +25,9 @@ def attend_batch(
     return lay_flat(outputs)
 
 
-def lay_flat(pieces: Sequence[Tensor]) -> Float[Tensor, "num_tokens num_heads head_dim"]:
+def lay_flat(
+    pieces: Sequence[Float[Tensor, "_query_len num_heads head_dim"]],
+) -> Float[Tensor, "num_tokens num_heads head_dim"]:
     """The requests' rows behind each other, in batch order."""
     return torch.cat([*pieces])
 

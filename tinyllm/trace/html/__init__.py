@@ -3,6 +3,7 @@
 Everything on it, pictures included, is drawn from the `RunRecord`; any text of a user or a model is escaped.
 """
 
+import re
 from pathlib import Path
 
 from tinyllm.trace.html.markup import Html, element, join
@@ -36,7 +37,7 @@ def render_fragment(run: RunRecord) -> str:
 
 
 def _style() -> Html:
-    """The style sheet, without its comments and line ends."""
+    """The style sheet, without its comments and the spaces that mean nothing."""
     text = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
-    lines = (line.strip() for line in text.splitlines())
-    return element("style", Html("".join(line for line in lines if not line.startswith("/*"))))
+    rules = " ".join(line for line in text.splitlines() if not line.startswith("/*"))
+    return element("style", Html(re.sub(r"\s*([{};,>])\s*|(:)\s+", r"\1\2", rules)))

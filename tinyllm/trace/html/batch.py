@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from tinyllm.trace.html.markup import Html, figure, group, label, line, picture, rect
+from tinyllm.trace.html.markup import Html, figure, group, label, line, outlines, picture, rect
 from tinyllm.trace.html.words import Tokens, colour_class, count_tokens, is_dry, shorten, show_token
-from tinyllm.trace.record import StepRecord
+from tinyllm.trace.record import RequestRecord, StepRecord
 from tinyllm.trace.terminal.text import plural, show_list
 
 MAX_CELLS = 36  # more tokens are drawn as one bar a request
-CELL, LEFT, TOP = 60, 104, 30
+CELL, LEFT, TOP = 60, 116, 30
 FULL_WIDTH, NARROWEST = 800, 48  # of the bars
 
 
@@ -58,35 +58,40 @@ def _row_names(is_detailed: bool) -> Html:
         else ["cu_seqlens_q", "request", "LM head"]
     )
     heights = [16, 60, 106, 128, 158] if is_detailed else [16, 52, 84]
-    return group(*(label(LEFT - 12, y, name, "name", "end") for name, y in zip(names, heights, strict=True)))
+    labels = (label(LEFT - 18, y, name, "name") for name, y in zip(names, heights, strict=True))
+    return group(*labels, text_anchor="end")
 
 
 def _borders(ends: Sequence[int], edges: Sequence[float]) -> Iterator[Html]:
     """A tick at each border, with its number."""
-    for end, x in zip(ends, edges, strict=True):
-        yield line(x, 21, x, TOP + 58, "border")
-        yield label(x, 16, str(end), "number strong", "middle")
+    yield outlines(*(line(x, 21, x, TOP + 58, "border") for x in edges))
+    numbers = (label(x, 16, str(end), "number strong") for end, x in zip(ends, edges, strict=True))
+    yield group(*numbers, text_anchor="middle")
 
 
 def _cells(step: StepRecord, tokens: Tokens) -> Iterator[Html]:
-    ends, values = step.batch_values["cu_seqlens_q"], step.batch_values
+    ends = step.batch_values["cu_seqlens_q"]
     for request, (start, end) in zip(step.requests, pairwise(ends), strict=True):
-        parts: list[Html] = []
-        for row in range(start, end):
-            x, position = LEFT + CELL * row, values["positions"][row]
-            text = tokens.get((request.label, position))
-            parts += [
-                rect(x, TOP, CELL, 52, "cell"),
-                label(x + CELL / 2, TOP + 20, shorten(show_token(text), 7) if text else "", "token", "middle"),
-                label(
-                    x + CELL / 2, TOP + 38, "?" if is_dry(request) else str(values["token_ids"][row]), "small", "middle"
-                ),
-                label(x + CELL / 2, 106, str(position), "below number", "middle"),
-                label(x + CELL / 2, 128, str(values["slot_mapping"][row]), "below number", "middle"),
-            ]
-        name = label(LEFT + CELL * (start + end) / 2, 16, request.label, "strong", "middle")
-        marks = [_mark(LEFT + CELL * (row + 0.5), 158, request.samples) for row in _head_rows(step, start, end)]
-        yield group(*parts, name, *marks, class_=colour_class(request.label), data_request=request.label)  # fmt: skip
+        rects = (rect(LEFT + CELL * row, TOP, CELL, 52, "cell") for row in range(start, end))
+        texts = (text for row in range(start, end) for text in _cell_texts(step, request, row, tokens))
+        name = label(LEFT + CELL * (start + end) / 2, 16, request.label, "strong")
+        marks = (_mark(LEFT + CELL * (row + 0.5), 158, request.samples) for row in _head_rows(step, start, end))
+        yield group(
+            outlines(*rects), *texts, name, *marks, class_=colour_class(request.label), text_anchor="middle",
+            data_request=request.label,
+        )  # fmt: skip
+
+
+def _cell_texts(step: StepRecord, request: RequestRecord, row: int, tokens: Tokens) -> Iterator[Html]:
+    """A row's token and id, and below the cell its position and slot."""
+    x, values = LEFT + CELL * (row + 0.5), step.batch_values
+    position = values["positions"][row]
+    text = tokens.get((request.label, position))
+    if text:
+        yield label(x, TOP + 20, shorten(show_token(text), 7), "token")
+    yield label(x, TOP + 38, "?" if is_dry(request) else str(values["token_ids"][row]), "on small")
+    yield label(x, 106, str(position))
+    yield label(x, 128, str(values["slot_mapping"][row]))
 
 
 def _bars(step: StepRecord, edges: Sequence[float]) -> Iterator[Html]:
@@ -95,8 +100,10 @@ def _bars(step: StepRecord, edges: Sequence[float]) -> Iterator[Html]:
     for request, (left, right), (start, end) in spans:
         marks = (_mark(right - 12, 84, request.samples) for _ in _head_rows(step, start, end))
         yield group(
-            rect(left, TOP, right - left, 36, "cell"), label((left + right) / 2, TOP + 24, request.label, "on", "middle"),
-            *marks, class_=colour_class(request.label), data_request=request.label, data_rows=f"{start}..{end - 1}",
+            outlines(rect(left, TOP, right - left, 36, "cell")),
+            label((left + right) / 2, TOP + 24, request.label, "on"),
+            *marks, class_=colour_class(request.label), text_anchor="middle",
+            data_request=request.label, data_rows=f"{start}..{end - 1}",
         )  # fmt: skip
 
 
@@ -106,4 +113,4 @@ def _head_rows(step: StepRecord, start: int, end: int) -> list[int]:
 
 def _mark(x: float, y: float, is_kept: bool) -> Html:
     """A row that goes to the LM head; in brackets where its token is thrown away, as the prompt goes on."""
-    return label(x, y, "▲" if is_kept else "(▲)", "below", "middle")
+    return label(x, y, "▲" if is_kept else "(▲)")

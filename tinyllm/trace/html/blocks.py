@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tinyllm.trace.html.markup import Html, figure, group, label, line, picture, rect
+from tinyllm.trace.html.markup import Html, element, figure, group, label, line, outlines, picture, rect
 from tinyllm.trace.html.words import colour_class, with_unit
 from tinyllm.trace.record import BlockSpan, StepRecord
 from tinyllm.trace.terminal.text import plural, show_runs, show_span
@@ -84,17 +84,22 @@ def count_slots(step: StepRecord) -> dict[int, tuple[int, int]]:
 
 def _cell(block: Block, x: float, y: float, slots: Slots, block_size: int) -> Html:
     name = {"null": "null", "free": "free"}.get(block.state, "+".join(block.holders))
-    on = "on" if block.state == "held" else "quiet"
+    on = {0: "quiet", 1: "on"}.get(len(block.holders), "")
     span = show_span(block.first, block.last + 1)
+    is_shared = len(block.holders) > 1
+    number, sign = (f"{span} {block.change}", "") if is_shared else (span, block.change)
     filled, written = slots.get(block.first, (block_size, 0))
     has_slots = block.first == block.last and (block.state == "held" or block.is_cached)
-    return group(
+    shapes = [
         *_paint(block, x, y),
-        label(x + 7, y + 18, span, f"{on} number"),
-        label(x + WIDTH - 7, y + (18 if block.first == block.last else 36), name, f"{on} strong", "end"),
         *(_slots(x + 7, y + 27, block_size, filled, written) if has_slots else ()),
         rect(x + 0.5, y + 0.5, WIDTH - 1, HEIGHT - 1, "changed", rx=5) if block.change else None,
-        label(x + WIDTH - 5, y + HEIGHT - 4, block.change, f"{on} strong", "end") if block.change else None,
+    ]
+    return group(
+        outlines(*shapes),
+        label(x + 7, y + 18, number, f"{on} number"),
+        label(x + WIDTH - 7, y + (18 if block.first == block.last else 36), name, f"{on} strong", "end"),
+        label(x + WIDTH - 5, y + HEIGHT - 4, sign, f"{on} strong", "end") if sign else None,
         class_=colour_class(block.holders[0]) if block.holders else block.state,
         data_block=span, data_state=block.state, data_holders=" ".join(block.holders), data_change=block.change or None,
     )  # fmt: skip
@@ -105,17 +110,18 @@ def _paint(block: Block, x: float, y: float) -> list[Html]:
     if not block.holders:
         ground = rect(x, y, WIDTH, HEIGHT, "cached" if block.is_cached else "empty", rx=5)
         return [ground, line(x + 5, y + HEIGHT - 5, x + WIDTH - 5, y + 24)] if block.state == "null" else [ground]
+    if len(block.holders) == 1:
+        return [rect(x, y, WIDTH, HEIGHT, "cell", rx=5)]
     shown = block.holders[:4]
     width = WIDTH / len(shown)
-    return [
-        group(
-            rect(x + i * width, y, width, HEIGHT, "cell", rx=5 if len(shown) == 1 else 0), class_=colour_class(holder)
-        )
+    stripes = (
+        group(rect(x + i * width, y + 23, width, HEIGHT - 23, "cell"), class_=colour_class(holder))
         for i, holder in enumerate(shown)
-    ]
+    )
+    return [rect(x, y, WIDTH, HEIGHT, "box", rx=5), *stripes]
 
 
-def _slots(x: float, y: float, block_size: int, filled: int, written: int) -> list[Html]:
+def _slots(x: float, y: float, block_size: int, filled: int, written: int) -> list[Html | None]:
     """The block's slots: full, written in this step, empty; of a large block, a bar."""
     width = WIDTH - 24
     if block_size > MAX_SLOTS:
@@ -127,14 +133,24 @@ def _slots(x: float, y: float, block_size: int, filled: int, written: int) -> li
             rect(x + part - new, y + 3, new, 2, "new"),
         ]
     columns = block_size if block_size <= 8 else -(-block_size // 2)
-    pitch = min(12.0, width / columns)
-    parts: list[Html] = []
-    for i in range(block_size):
-        left, top = x + i % columns * pitch, y + i // columns * 10
-        parts.append(rect(left, top, pitch - 2, 8, "slot full" if i < filled else "slot"))
-        if filled - written <= i < filled:
-            parts.append(rect(left + pitch / 2 - 2.5, top + 2.5, 3, 3, "new"))
-    return parts
+    pitch = min(12, width // columns)
+    return [
+        _dashes(x, y, range(0, filled), columns, pitch, pitch - 2, "slot full"),
+        _dashes(x, y, range(filled, block_size), columns, pitch, pitch - 2, "slot"),
+        _dashes(x, y, range(filled - written, filled), columns, pitch, 2, "new"),
+    ]
+
+
+def _dashes(x: float, y: float, slots: range, columns: int, pitch: int, size: int, class_: str) -> Html | None:
+    """One dash a slot, in lines of so many columns: one path however many slots there are."""
+    parts: list[str] = []
+    for row in range(slots.start // columns, -(-slots.stop // columns)):
+        first, end = max(slots.start, row * columns), min(slots.stop, (row + 1) * columns)
+        left = x + (first - row * columns) * pitch + (pitch - 2 - size) / 2
+        parts.append(f"M{left:g} {y + row * 10 + 4:g}h{(end - first) * pitch}")
+    if not slots:
+        return None
+    return element("path", d="".join(parts), class_=class_, stroke_dasharray=f"{size} {pitch - size}")
 
 
 def _describe(spans: Sequence[BlockSpan]) -> str:

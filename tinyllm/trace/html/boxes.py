@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod, sqrt
 
-from tinyllm.trace.html.markup import Html, figure, group, label, line, picture, rect
+from tinyllm.trace.html.markup import Html, figure, group, label, line, outlines, picture, rect, small_figure
 from tinyllm.trace.html.words import show_shape
 from tinyllm.trace.record import Operation, StepRecord, TensorRecord
 
@@ -25,18 +25,21 @@ def heads_figure(dims: Mapping[str, int]) -> Html:
         lines = [line(82 + head * pitch + HEAD / 2, 44, kv_x + HEAD / 2, 96, "link") for head in readers]
         boxes = [_head(82 + head * pitch, 10, head) for head in readers]
         parts.append(
-            group(*lines, *boxes, _head(kv_x, 96, kv_head), class_=f"r{kv_head % 7}", data_kv_head=kv_head,
+            group(outlines(*lines), *boxes, _head(kv_x, 96, kv_head), class_=f"r{kv_head % 7}", data_kv_head=kv_head,
                   data_heads=" ".join(map(str, readers)))
         )  # fmt: skip
     text = "; ".join(f"query heads {i * size} to {(i + 1) * size - 1} read KV head {i}" for i in range(num_kv_heads))
     svg = picture(92 + num_heads * pitch, 140, "Which query heads read which key/value head", text + ".", *parts)
     saved = f"The cache holds {num_kv_heads} heads instead of {num_heads}: 1/{size} of the bytes." if size > 1 else ""
     head_rule = f"Query head h reads key/value head h // g, with g = {num_heads}/{num_kv_heads} = {size}."
-    return figure(svg, "query heads and key/value heads", f"{head_rule} {saved}")
+    caption = f"{head_rule} {saved}"
+    return small_figure(svg, caption) if num_heads <= 12 else figure(svg, "query heads and key/value heads", caption)
 
 
 def _head(x: float, y: float, index: int) -> Html:
-    return group(rect(x, y, HEAD, HEAD, "cell", rx=5), label(x + HEAD / 2, y + 22, str(index), "on number", "middle"))
+    return group(
+        outlines(rect(x, y, HEAD, HEAD, "cell", rx=5)), label(x + HEAD / 2, y + 22, str(index), "on number", "middle")
+    )
 
 
 # ---- tensors in scale --------------------------------------------------------------------------------------------------
@@ -83,20 +86,23 @@ def _row_of_boxes(operation: Operation, y: float) -> tuple[Html, float, float]:
     sizes = {name: _sides(operation.tensors[name], turned and name == "weight") for name in _names(operation)}
     height = max(26.0, *(side for _, side in sizes.values()))
     name = operation.label + (f" {operation.request}" if operation.request else "")
-    parts = [label(LEFT - 14, y + height / 2 + 4, name, "name", "end")]
+    shapes: list[Html] = []
+    texts = [label(LEFT - 14, y + height / 2 + 4, name, "name", "end")]
     x = float(LEFT)
     for i, (tensor_name, (box_width, box_height)) in enumerate(sizes.items()):
         sign = "" if i == 0 else "→" if i >= len(operation.inputs) else "@" if turned else "·"
         if sign:
-            parts.append(label(x + 12, y + height / 2 + 5, sign, "below", "middle"))
+            texts.append(label(x + 12, y + height / 2 + 5, sign, None, "middle"))
             x += 24
         tensor = operation.tensors[tensor_name]
-        is_turned = turned and tensor_name == "weight"
-        parts.append(
-            _box(tensor, tensor_name, x, y + (height - box_height) / 2, box_width, box_height, is_turned, y + height)
-        )
-        x += max(box_width, 6.2 * len(_box_name(tensor, tensor_name, is_turned)) + 6)
-    return group(*parts), x, height
+        shapes.append(_box(tensor, tensor_name, x, y + (height - box_height) / 2, box_width, box_height))
+        names = _box_name(tensor, tensor_name, is_turned := turned and tensor_name == "weight")
+        texts.append(label(x, y + height + 16, names, "small"))
+        texts.append(label(x, y + height + 29, show_shape(tensor, True, is_turned), "small quiet"))
+        if box_width == LONGEST or box_height == LONGEST / 2:
+            texts.append(label(x + box_width - 6, y + height / 2 + 4, "//", None, "end"))
+        x += max(box_width, 6.2 * len(names) + 6)
+    return group(outlines(*shapes), *texts), x, height
 
 
 def _sides(tensor: TensorRecord, is_turned: bool) -> tuple[float, float]:
@@ -106,17 +112,10 @@ def _sides(tensor: TensorRecord, is_turned: bool) -> tuple[float, float]:
     return min(LONGEST, max(2.0, SCALE * sqrt(columns))), min(LONGEST / 2, max(2.0, SCALE * sqrt(rows)))
 
 
-def _box(
-    tensor: TensorRecord, name: str, x: float, y: float, width: float, height: float, is_turned: bool, bottom: float
-) -> Html:
-    is_cut = width == LONGEST or height == LONGEST / 2
-    return group(
-        rect(x, y, width, height, "weight" if tensor.storage == "weight" else "box"),
-        label(x + width - 6, y + height / 2 + 4, "//", "below", "end") if is_cut else None,
-        label(x, bottom + 16, _box_name(tensor, name, is_turned), "small below"),
-        label(x, bottom + 29, show_shape(tensor, True, is_turned), "small quiet"),
-        data_tensor=name, data_shape=",".join(map(str, tensor.shape)),
-    )  # fmt: skip
+def _box(tensor: TensorRecord, name: str, x: float, y: float, width: float, height: float) -> Html:
+    class_ = "weight" if tensor.storage == "weight" else "box"
+    shape = ",".join(map(str, tensor.shape))
+    return rect(x, y, width, height, class_, data_tensor=name, data_shape=shape)
 
 
 def _box_name(tensor: TensorRecord, name: str, is_turned: bool) -> str:

@@ -33,19 +33,19 @@ def element(name: str, /, *children: str | None, **attributes: Value) -> Html:
 
 def join(children: Iterable[str | None], between: str = "") -> Html:
     """Children behind each other, escaped where they are no markup."""
-    texts = (child if isinstance(child, Html) else _escape(child) for child in children if child is not None)
-    return Html(_escape(between).join(texts))
+    texts = (child if isinstance(child, Html) else _escape(child, False) for child in children if child is not None)
+    return Html(_escape(between, False).join(texts))
 
 
 def _show(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0")
-    return _escape(str(value))
+    return _escape(str(value), True)
 
 
-def _escape(text: str) -> str:
+def _escape(text: str, is_attribute: bool) -> str:
     """Text that is no markup; what does not print, such as half a surrogate or a turn of the writing, as an escape."""
-    return html.escape(text if text.isprintable() else make_printable(text))
+    return html.escape(text if text.isprintable() else make_printable(text), quote=is_attribute)
 
 
 def exact(value: int, short: str) -> Html:
@@ -83,16 +83,25 @@ def figure(svg: Html, name: str, caption: str) -> Html:
     return element("figure", scroll_box(f"Picture: {name}", svg), element("figcaption", caption))
 
 
+def small_figure(svg: Html, caption: str) -> Html:
+    """A picture that shrinks where the window is narrower than it, so that it needs no scroll box."""
+    return element("figure", svg, element("figcaption", caption), class_="small")
+
+
 def picture(width: float, height: float, title: str, description: str, *children: str | None) -> Html:
-    """An SVG with its text alternative. Where a site strips the style sheet, lines and texts stay in the text's colour."""
+    """An SVG with its text alternative. Texts take the page's colour also where a site strips the style sheet."""
     return element(
         "svg", element("title", title), element("desc", description), *children, role="img",
-        viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}",
-        fill="none", stroke="currentColor",
+        viewBox=f"0 0 {width:.0f} {height:.0f}", width=f"{width:.0f}", height=f"{height:.0f}", fill="currentColor",
     )  # fmt: skip
 
 
-def rect(x: float, y: float, width: float, height: float, class_: str, **attributes: Value) -> Html:
+def outlines(*shapes: str | None) -> Html:
+    """Shapes that stay lines where a site strips the style sheet, so that they hide no text."""
+    return element("g", *shapes, fill="none", stroke="currentColor")
+
+
+def rect(x: float, y: float, width: float, height: float, class_: str | None, **attributes: Value) -> Html:
     """A rectangle."""
     return element(
         "rect", x=float(x), y=float(y), width=float(width), height=float(height), class_=class_, **attributes
@@ -105,10 +114,8 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str = "line") -> Ht
 
 
 def label(x: float, y: float, text: str, class_: str | None = None, anchor: str | None = None) -> Html:
-    """Text in a picture; anchor is "middle" or "end" where x is not its start."""
-    return element(
-        "text", text, x=float(x), y=float(y), class_=class_, text_anchor=anchor, fill="currentColor", stroke="none"
-    )
+    """Text in a picture; anchor is "middle" or "end" where x is not its start and no group around it says so."""
+    return element("text", text, x=float(x), y=float(y), class_=class_, text_anchor=anchor)
 
 
 def group(*children: str | None, class_: str | None = None, **attributes: Value) -> Html:

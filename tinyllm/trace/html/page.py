@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from tinyllm.shapes import WORDS, Word
 from tinyllm.trace.costs import KIND_LETTERS
 from tinyllm.trace.html.boxes import heads_figure
-from tinyllm.trace.html.charts import Cost, sum_stages
+from tinyllm.trace.html.fold import fold_layers
 from tinyllm.trace.html.markup import Html, code, disclosure, element, exact, join, table
-from tinyllm.trace.html.rows import fold_layers
+from tinyllm.trace.html.roofline import Cost, sum_stages
 from tinyllm.trace.html.step import render_step, step_title
 from tinyllm.trace.html.words import colour_class, count_tokens, read_tokens, show_dims, show_token, with_unit
 from tinyllm.trace.record import Operation, PromptRecord, RunRecord, StepRecord, to_symbol
@@ -139,7 +139,7 @@ def _example(run: RunRecord) -> Html | None:
     row = next(rows, None)
     if row is None:
         return None
-    return element("p", "For example ", code(f"{row.label} {show_dims(row, True)}"), " = ", code(show_dims(row, False)),
+    return element("p", "For example ", code(f"{row.label} {show_dims([row], True)}"), " = ", code(show_dims([row], False)),
                    f" reads: {_read_aloud(row)}")  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def _legend_row(word: Word, size: str) -> Html:
     names = [f"vLLM {word.vllm}" if word.vllm else "", f"HF {word.huggingface}" if word.huggingface else ""]
     return element(
         "tr", element("th", code(to_symbol(word.name)), scope="row"), element("td", code(word.name)),
-        element("td", size, class_="n"), element("td", word.meaning + formula), element("td", ", ".join(filter(None, names))),
+        element("td", size, class_="n"), element("td", word.meaning + formula, class_="say"), element("td", ", ".join(filter(None, names))),
     )  # fmt: skip
 
 

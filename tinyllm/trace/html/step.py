@@ -6,11 +6,12 @@ from itertools import pairwise
 from tinyllm.trace.html.batch import batch_figure
 from tinyllm.trace.html.blocks import blocks_figure
 from tinyllm.trace.html.boxes import tensors_figure
-from tinyllm.trace.html.charts import candidates_figure, roofline_figure
+from tinyllm.trace.html.candidates import candidates_figure, fate
 from tinyllm.trace.html.markup import Html, code, disclosure, element, join, table
+from tinyllm.trace.html.roofline import roofline_figure
 from tinyllm.trace.html.rows import layer_tables
-from tinyllm.trace.html.words import Tokens, count_tokens, is_dry, schedule_sentences, show_shape, show_token, with_unit
-from tinyllm.trace.record import RequestRecord, StepRecord
+from tinyllm.trace.html.words import Tokens, count_tokens, schedule_sentences, show_shape, with_unit
+from tinyllm.trace.record import StepRecord
 from tinyllm.trace.terminal.text import plural, show_list, show_runs
 
 BATCH_NOTES = {
@@ -67,7 +68,7 @@ def _batch_table(step: StepRecord) -> Html:
     rows = (
         element(
             "tr", element("th", name, scope="row"), element("td", code(f"{show_shape(tensor, True)}={show_shape(tensor, False)}")),
-            element("td", code(_values(step, name))), element("td", BATCH_NOTES.get(name, "")),
+            element("td", code(_values(step, name))), element("td", BATCH_NOTES.get(name, ""), class_="say"),
         )
         for name, tensor in step.batch.items() if name in step.batch_values
     )  # fmt: skip
@@ -96,27 +97,14 @@ def _sampled(step: StepRecord) -> Iterator[Html]:
     if step.failure:
         yield element("p", f"None: the step ended with {step.failure}", class_="failure")
         return
-    figures = [candidates_figure(request, step) for request in step.requests if request.samples and request.candidates]
-    if figures:
-        yield element("div", *figures, class_="side-by-side")
-    yield element("ul", *(element("li", _fate(request)) for request in step.requests))
-
-
-def _fate(request: RequestRecord) -> str:
-    """What became of the row's token."""
-    name = f"Request {request.label}"
-    if not request.samples:
-        return f"{name}: its prompt goes on in a later step, so this row's token is thrown away."
-    if is_dry(request):
-        return f"{name}: no values, so no token: a dry run."
-    if request.chosen is None:
-        return f"{name}: no token, as its logits are NaN or all -inf."
-    token = f"“{show_token(request.chosen.text)}” is appended at position {request.seq_len}"
-    if request.is_finished:
-        return f"{name}: {token}; the request ends ({request.finish_reason}), so its key and value are never computed."
-    block_id = request.next_block_id
-    room = "a new block is needed" if block_id is None else f"block {block_id} has room"
-    return f"{name}: {token}. Its key and value come with the step that computes it; {room}."
+    drawn = [request for request in step.requests if request.samples and request.candidates]
+    if drawn:
+        yield element("div", *(candidates_figure(request, step) for request in drawn), class_="side-by-side")
+    if any(request.chosen and not request.is_finished for request in step.requests):
+        yield element("p", "The key and value of a token appended now come with the step that computes it.")
+    others = [element("li", fate(request)) for request in step.requests if request not in drawn]
+    if others:
+        yield element("ul", *others)
 
 
 def _totals(step: StepRecord, previous: StepRecord | None) -> str:

@@ -1,7 +1,7 @@
 """What the record says, in words: tokens, decisions, changes, formulas."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from tinyllm.trace.record import (
     Operation,
@@ -88,10 +88,7 @@ def schedule_sentences(step: StepRecord) -> Iterator[str]:
         yield f"{', '.join(schedule.finished)} ended with the step before{back}."
     for preempted in schedule.preempted:
         yield _preempted(preempted)
-    for request in step.requests:
-        yield _share(request)
-        if request.hit:
-            yield _hit(request, request.hit)
+    yield from _shares(step.requests)
     if schedule.waiting:
         who = f"{schedule.waiting[0]}: " if len(schedule.waiting) > 1 else ""
         yield f"{', '.join(schedule.waiting)} must wait ({who}{schedule.held_back})."
@@ -102,6 +99,20 @@ def schedule_sentences(step: StepRecord) -> Iterator[str]:
         f"Together {num_tokens} of the {schedule.token_budget} tokens that one step may compute; "
         f"{schedule.num_used_blocks} of {schedule.num_blocks - 1} blocks are in use."
     )
+
+
+def _shares(requests: Sequence[RequestRecord]) -> Iterator[str]:
+    """What each request computes; of more than two that decode, in one sentence."""
+    decodes = [request for request in requests if request.is_decode]
+    is_folded = len(decodes) > 2
+    if is_folded:
+        places = ", ".join(f"{request.label} at {request.num_computed_tokens}" for request in decodes)
+        yield f"{len(decodes)} requests compute the token that each sampled last: {places}."
+    for request in requests:
+        if not (is_folded and request.is_decode):
+            yield _share(request)
+        if request.hit:
+            yield _hit(request, request.hit)
 
 
 def _share(request: RequestRecord) -> str:
@@ -141,23 +152,43 @@ def _blocks(block_ids: tuple[int, ...]) -> str:
 # ---- shapes and formulas -----------------------------------------------------------------------------------------------
 
 
-def show_dims(operation: Operation, is_symbolic: bool) -> str:
-    """The row's template with each tensor's dimensions in its place; ``.T`` turns them as the product uses them."""
+def show_dims(operations: Sequence[Operation], is_symbolic: bool) -> str:
+    """A row's template with each tensor's dimensions in its place; ``.T`` turns them as the product uses them.
+
+    The operations are one, or those of several requests: where their sizes differ, the least and the greatest stand.
+    """
+    stage = operations[0].stage
+    template = (is_symbolic and stage.symbolic) or stage.template
 
     def insert(match: re.Match[str]) -> str:
-        tensor = operation.tensors.get(match[1])
-        if tensor is None:
+        if match[1] not in operations[0].tensors:
             return "?"
-        return show_shape(tensor, is_symbolic, is_turned=bool(match[2]))
+        return show_shapes([op.tensors[match[1]] for op in operations], is_symbolic, is_turned=bool(match[2]))
 
-    filled = re.sub(r"\{([\w\[\]]+)(\.T)?\}", insert, operation.stage.template)
-    return filled.replace("->", "→").replace("2x[", "2×[").replace("@", " @ ")
+    filled = re.sub(r"\{([\w\[\]]+)(\.T)?\}", insert, template)
+    return re.sub(r"(\d)x\[", r"\1×[", filled).replace("->", "→").replace(" x ", " × ").replace("@", " @ ")
+
+
+def show_shapes(tensors: Sequence[TensorRecord], is_symbolic: bool, is_turned: bool = False) -> str:
+    """Dimensions in brackets, as symbols or as sizes; turned as a product uses a stored weight."""
+    shapes = zip(*(tensor.shape for tensor in tensors), strict=True)
+    texts = tensors[0].symbols if is_symbolic else tuple(map(show_range, shapes))
+    return f"[{','.join(texts[::-1] if is_turned else texts)}]"
 
 
 def show_shape(tensor: TensorRecord, is_symbolic: bool, is_turned: bool = False) -> str:
-    """Its dimensions in brackets, as symbols or as sizes; turned as a product uses a stored weight."""
-    texts = tensor.symbols if is_symbolic else tuple(map(str, tensor.shape))
-    return f"[{','.join(texts[::-1] if is_turned else texts)}]"
+    """One tensor's dimensions, as `show_shapes` has them."""
+    return show_shapes([tensor], is_symbolic, is_turned)
+
+
+def show_range(sizes: Sequence[int]) -> str:
+    """One size, or the least and the greatest.
+
+    >>> show_range([5, 3, 8]), show_range([4, 4])
+    ('3–8', '4')
+    """
+    least, greatest = min(sizes), max(sizes)
+    return str(least) if least == greatest else f"{least}–{greatest}"
 
 
 def with_numbers(formula: str, sizes: Mapping[str, int]) -> str:

@@ -8,22 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS
-from tinyllm.trace.record import RunRecord, StepRecord, to_symbol
+from tinyllm.trace.record import RunRecord, StepRecord, sum_up, to_symbol
 from tinyllm.trace.terminal.blocks import block_rows, schedule_rows
 from tinyllm.trace.terminal.host import batch_rows, kv_row, render_completions, render_prompts, sampling_rows
 from tinyllm.trace.terminal.options import MAX_WIDTH, MIN_WIDTH, WIDTH, Options
 from tinyllm.trace.terminal.rows import cost_heads
-from tinyllm.trace.terminal.stage_view import near_stages, stage_names, stage_rows
+from tinyllm.trace.terminal.stage_view import check_wanted, near_stages, stage_names, stage_rows
 from tinyllm.trace.terminal.tensors import cut_into_sections, render_section, residual_row, rows_by_place
-from tinyllm.trace.terminal.text import cut_to, first_that_fits, fold_words, make_printable, plural
-from tinyllm.trace.terminal.totals import RunTotals, render_totals, step_line, total_row, total_up
+from tinyllm.trace.terminal.text import cut_to, first_that_fits, fold_words, make_printable, plural, show_number
+from tinyllm.trace.terminal.totals import render_totals, step_line, total_row
 
 __all__ = [
     "MAX_WIDTH",
     "MIN_WIDTH",
     "WIDTH",
     "Options",
-    "RunTotals",
+    "check_wanted",
     "near_stages",
     "render_answers",
     "render_completions",
@@ -35,7 +35,6 @@ __all__ = [
     "render_step",
     "render_totals",
     "stage_names",
-    "total_up",
 ]
 
 
@@ -46,7 +45,7 @@ def render_run(run: RunRecord, options: Options | None = None) -> Iterator[str]:
     for step, previous in zip(run.steps, [None, *run.steps], strict=False):
         yield ""
         yield from render_step(step, previous, options)
-    yield from render_totals(total_up(run.steps), options)
+    yield from render_totals(sum_up(run.steps), options)
     if run.answers:
         yield ""
         yield from render_answers(run, options)
@@ -55,12 +54,15 @@ def render_run(run: RunRecord, options: Options | None = None) -> Iterator[str]:
 def render_start(run: RunRecord, options: Options) -> Iterator[str]:
     """The header and the prompts of a run, of which no step need be there yet."""
     caching = "" if run.prefix_caching else "; no prefix caching"
-    pool = f"KV cache [L,2,NB,bs,nk,d]=[{','.join(map(str, run.kv_shape))}] {run.kv_bytes / 1e6:.1f}MB"
-    null = "; block 0 is the null block"
+    pool = f"pool   KV cache [L,2,NB,bs,nk,d]=[{','.join(map(str, run.kv_shape))}] {run.kv_bytes / 1e6:.1f}MB"
+    num_slots = run.kv_shape[2] * run.kv_shape[3]
+    each = f", {show_number(run.kv_bytes / num_slots)}B a token"
     attention = f"  {run.attention} attention" if run.attention else ""
     titles = [f"{run.model}  {run.dtype}{attention}"]
     titles.append(
-        first_that_fits([f"pool   {pool}{null}{caching}", f"pool   {pool}{caching}", f"pool   {pool}"], options.width)
+        first_that_fits(
+            [f"{pool}{each}; block 0 is null{caching}", f"{pool}{each}{caching}", f"{pool}{caching}", pool], options.end
+        )
     )
     yield from render_header(titles, run.dims, options)
     yield from render_prompts(((prompt.label, prompt.text, prompt.words) for prompt in run.prompts), options)
@@ -76,7 +78,7 @@ def render_header(titles: Sequence[str], dims: Mapping[str, int], options: Optio
     """The first lines: the model and its pool, the legend of dimensions, columns and kinds."""
     options = options or Options()
     for title in titles:
-        yield cut_to(make_printable(title), options.width)
+        yield cut_to(make_printable(title), options.end)
     legend = [f"{to_symbol(word)}={size} {word}" for word, size in dims.items() if to_symbol(word).isidentifier()]
     yield from fold_words("dims   ", legend, options.width)
     step_words = [f"{word.symbol} {word.name}" for word in WORDS.values() if word.scope in ("step", "request")]
@@ -111,7 +113,8 @@ def render_step(step: StepRecord, previous: StepRecord | None, options: Options)
     yield from schedule_rows(step, options)
     yield from batch_rows(step, options)
     yield from block_rows(step, before, options)
-    yield kv_row(step, options)
+    if not options.is_brief:
+        yield kv_row(step, options)
     yield cost_heads(options)
     known = rows_by_place(before) if before else {}
     for section in cut_into_sections(step):
@@ -134,4 +137,7 @@ def render_next(suggestions: Iterable[str], options: Options) -> Iterator[str]:
 def _step_title(step: StepRecord, options: Options) -> str:
     num_reqs, num_tokens = len(step.requests), step.dims["num_tokens"]
     counts = f"R={num_reqs} {plural(num_reqs, 'request')}  T={num_tokens} {plural(num_tokens, 'token')}"
-    return options.bar(f"STEP {step.index}  {step.phase.upper()}  {counts}")
+    title = f"STEP {step.index}  {step.phase.upper()}  {counts}"
+    took = f"{step.traced_ms:.0f} ms"
+    room = options.width - len(title) - 8
+    return options.bar(title, first_that_fits([f"{took}, traced", took], room) if options.has_time else "")

@@ -25,7 +25,7 @@ def schedule_rows(step: StepRecord, options: Options) -> Iterator[str]:
     if schedule.waiting:
         yield _waiting_row(step, options)
     if schedule.evicted_block_ids:
-        count, ids = len(schedule.evicted_block_ids), show_list(schedule.evicted_block_ids)
+        count, ids = len(schedule.evicted_block_ids), show_list(schedule.evicted_block_ids, options.list_width)
         forms = [f"{ids} given to new tokens, no longer found", f"{ids} given to new tokens", f"{ids} given away", ids]
         yield host_row(options, "evicted", [f"{count} cached {plural(count, 'block')}", f"{count} cached"], forms)
 
@@ -41,12 +41,13 @@ def _waiting_row(step: StepRecord, options: Options) -> str:
     first, *others = step.schedule.waiting
     behind = f" ({len(others)} more behind it)" if others else ""
     forms = [f"{step.schedule.held_back}{behind}", step.schedule.held_back]
-    return f"P {f'held back {first}':{NAME}}" + first_that_fits(forms, options.width - 2 - NAME)
+    return f"P {f'held back {first}':{NAME}}" + first_that_fits(forms, options.end - 2 - NAME)
 
 
 def _share(request: RequestRecord) -> str:
-    """``new +5``, ``+1``: whether it has just started, and how many tokens it computes."""
-    started_as = "" if request.started_as == "running" else request.started_as + " "
+    """``new +5``, ``+1``: whether it has just started or goes on with a prompt, and how many tokens it computes."""
+    goes_on = "" if request.is_decode else "prefill "
+    started_as = goes_on if request.started_as == "running" else request.started_as + " "
     return f"{started_as}+{request.query_len}"
 
 
@@ -76,7 +77,8 @@ def _freed_row(step: StepRecord, options: Options) -> str:
     names, block_ids = step.schedule.finished, step.schedule.freed_block_ids
     who = ", ".join(names), f"{len(names)} requests", f"{len(names)}"
     what = [f"{name} ended in step {step.index - 1}" for name in who] + [f"{name} ended" for name in who]
-    texts = [f"blocks {show_list(block_ids)} came back", f"blocks {show_list(block_ids)}"]
+    ids = show_list(block_ids, options.list_width)
+    texts = [f"blocks {ids} came back", f"blocks {ids}"]
     text = texts if block_ids else ["it held no block of its own", "no block of its own"]
     return host_row(options, "freed", what if names else "", text)
 
@@ -85,7 +87,9 @@ def _preempted_row(preempted: PreemptedRecord, options: Options) -> str:
     is_itself = preempted.label == preempted.for_label
     why = ["no block is left for it"] if is_itself else [f"for {preempted.for_label}, which needs blocks"]
     kept = len(preempted.block_ids) - len(preempted.freed_block_ids)
-    freed = f"blocks {show_list(preempted.freed_block_ids)} freed" + (f", {kept} shared" if kept else "")
+    freed = f"blocks {show_list(preempted.freed_block_ids, options.list_width)} freed" + (
+        f", {kept} shared" if kept else ""
+    )
     forms = [
         f"{freed}; {preempted.num_tokens} tokens start over",
         f"{freed}; {preempted.num_tokens} tokens again",
@@ -99,7 +103,7 @@ def _hit_row(request: RequestRecord, hit: PrefixHit, options: Options) -> str:
     blocks = plural(count, "block")
     authors = " and ".join(_author(author, request.label, blocks) for author in hit.computed_by)
     counts = f"{count} {blocks}, {hit.num_tokens} {plural(hit.num_tokens, 'token')}"
-    ids = show_list(hit.block_ids)
+    ids = show_list(hit.block_ids, options.list_width)
     forms = [f"{ids} {authors}: read, not computed", f"{ids} {authors}", f"{ids}: not computed", ids]
     return host_row(options, f"prefix hit {request.label}", [counts, f"{count} {blocks}"], forms)
 
@@ -121,7 +125,7 @@ def _map_row(spans: Sequence[BlockSpan], options: Options) -> str:
     sums = f"{sizes['null']} null+{sizes['held']} held+{sizes['free']} free={total}"
     free_of_all = [f"{sizes['free']} of {total} free", f"{sizes['free']}/{total} free", f"[NB]=[{total}]"]
     what = [sums.replace("+", " + ").replace("=", " = "), sums, *free_of_all]
-    free = _free_blocks(spans)
+    free = _free_blocks(spans, options)
     holders = {label for span in spans for label in span.holders}
     ways = [_held_spans(spans), _held_counts(spans), [f"held by {len(holders)} requests"]]
     forms = ["  ".join(held) + free for held in ways]
@@ -150,15 +154,16 @@ def _held_counts(spans: Sequence[BlockSpan]) -> Iterator[str]:
     return (f"{name} {count}" for name, count in counts.items())
 
 
-def _free_blocks(spans: Sequence[BlockSpan]) -> str:
+def _free_blocks(spans: Sequence[BlockSpan], options: Options) -> str:
     """``| free 5..9 (cached 7)``: those in brackets still hold tokens that can be found."""
     free = [span for span in spans if span.state == "free"]
     cached = [span for span in free if span.is_cached]
     if not free:
         return ""
-    which = "all cached" if len(cached) == len(free) else f"cached {_show_spans(cached)}"
-    return f" | free {_show_spans(free)}" + (f" ({which})" if cached else "")
+    which = "all cached" if len(cached) == len(free) else f"cached {_show_spans(cached, options)}"
+    return f" | free {_show_spans(free, options)}" + (f" ({which})" if cached else "")
 
 
-def _show_spans(spans: Sequence[BlockSpan]) -> str:
-    return show_runs([block_id for span in spans for block_id in range(span.first, span.last + 1)])
+def _show_spans(spans: Sequence[BlockSpan], options: Options) -> str:
+    block_ids = [block_id for span in spans for block_id in range(span.first, span.last + 1)]
+    return show_runs(block_ids, options.list_width)

@@ -21,6 +21,24 @@ from tinyllm.trace.terminal.text import (
 )
 
 
+def grouped_rows(operation: Operation, options: Options) -> Iterator[str]:
+    """The locals of a stage in few rows: those of one shape together, in the order in which they are made."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in operation.locals:
+        tensor = operation.tensors[name]
+        groups.setdefault((show_symbols(tensor), show_numbers(tensor)), []).append(name)
+    layout, label = options.layout, "inside"
+    for (symbols, numbers), names in groups.items():
+        left = f"  {options.leaf + label:{NAME}}"
+        left += (
+            f"{symbols:{layout.symbolic}}{numbers:{layout.numeric // 2}}"
+            if layout.numeric
+            else f"{symbols}={numbers}  "
+        )
+        yield cut_to(left + ", ".join(names), options.end)
+        label = ""
+
+
 def named_rows(operation: Operation, options: Options) -> Iterator[str]:
     """The locals of a stage, each with its own words: in attention these are the six steps.
 
@@ -29,7 +47,7 @@ def named_rows(operation: Operation, options: Options) -> Iterator[str]:
     layout = options.layout
     for name in operation.locals:
         tensor = operation.tensors[name]
-        left = f"  {cut_to(options.leaf + name, NAME - 1):{NAME}}"
+        left = f"  {cut_to(options.leaf + name, NAME):{NAME - 1}} "
         view = f"view of {tensor.view_of}" if tensor.view_of else ""
         made = " ".join(filter(None, (view, strip_annotation(tensor.source, name))))
         if layout.source:
@@ -41,7 +59,7 @@ def named_rows(operation: Operation, options: Options) -> Iterator[str]:
         else:
             left += f"{show_symbols(tensor):{layout.symbolic}}{show_numbers(tensor)}  "
             text = [view]
-        yield cut_to(left + first_that_fits(text, max(4, options.width - len(left))), options.width).rstrip()
+        yield cut_to(left + first_that_fits(text, max(4, options.end - len(left))), options.end).rstrip()
 
 
 def formula_row(operation: Operation, options: Options) -> Iterator[str]:
@@ -52,7 +70,7 @@ def formula_row(operation: Operation, options: Options) -> Iterator[str]:
     named = [("FLOP", stage.flops or "?"), ("read", stage.read), ("write", stage.write)]
     parts = [f"{name} {with_symbols(formula)}" for name, formula in named if formula != "0"]
     left = f"  {options.leaf + 'formula':{NAME}}"
-    yield left + first_that_fits(["  ".join(parts), parts[0]], options.width - len(left))
+    yield left + first_that_fits(["  ".join(parts), parts[0]], options.end - len(left))
 
 
 # --- everything of one stage ----------------------------------------------------------------------------------------------
@@ -60,7 +78,7 @@ def formula_row(operation: Operation, options: Options) -> Iterator[str]:
 
 def detail_rows(operation: Operation, options: Options) -> Iterator[str]:
     """All that is known of a row: what it does, where, what it costs and why, and its tensors."""
-    yield from _fact(options, "what", operation.summary.split())
+    yield from _fact(options, "what", operation.summary.replace("``", "`").split())
     yield from _fact(options, "source", [f"tinyllm/{operation.source}"])
     stage, sizes = operation.stage, operation.sizes
     note = stage.counted + ("" if operation.dense_flops is None else f"; without the mask {operation.dense_flops}")
@@ -145,13 +163,13 @@ def _tensor(tensor: TensorRecord, role: str, options: Options) -> Iterator[str]:
         words.append(first_that_fits([made, with_symbols(made)], options.width - NAME - 3))
     yield from fold_words(f"  {cut_to(options.leaf + tensor.name, NAME):{NAME}} ", words, options.width)
     if options.has_values and tensor.stats is not None:
-        yield from value_rows(tensor.stats, options)
+        yield from value_rows(tensor.stats, tensor.shape, options)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------------
 
 
-def value_rows(stats: Stats, options: Options) -> Iterator[str]:
+def value_rows(stats: Stats, shape: Sequence[int], options: Options) -> Iterator[str]:
     """What a tensor held: its range over all values, the begin of a row, and where the largest values stand.
 
     The row of attention's weights is how the last query of the first head shares itself among the keys; the largest
@@ -163,11 +181,22 @@ def value_rows(stats: Stats, options: Options) -> Iterator[str]:
         words.append(f"not finite: {stats.num_not_finite}")
     yield from _lines(words, options)
     if stats.row:
-        values = elide([show_decimal(value) for value in stats.row], options.width - NAME - 12, " ")
-        yield from _lines([f"last row {values}"], options)
+        yield from _lines([_show_row(stats.row, shape, options.end - NAME - 3)], options)
     if stats.largest:
         tops = [f"{show_decimal(value)} at [{','.join(map(str, index))}]" for index, value in stats.largest]
         yield from _lines(["largest " + tops[0], *tops[1:]], options)
+
+
+def _show_row(row: Sequence[float], shape: Sequence[int], width: int) -> str:
+    """The index of the row in its tensor, then as much of both ends as fits, or of the begin where no more is known."""
+    index = [*(0 for _ in shape[:-2]), *(size - 1 for size in shape[-2:-1])]
+    left = f"row [{','.join(map(str, index))}] " if index else "all "
+    texts = [show_decimal(value) for value in row]
+    length = shape[-1] if shape else 1
+    if len(row) == length:
+        return left + elide(texts, width - len(left), " ")
+    ending = f" ... of {length}"
+    return first_that_fits((left + " ".join(texts[:count]) + ending for count in range(len(texts), 0, -1)), width)
 
 
 def show_value(value: float | None) -> str:
@@ -176,4 +205,4 @@ def show_value(value: float | None) -> str:
 
 
 def _lines(words: Sequence[str], options: Options) -> Iterator[str]:
-    return fold_words(" " * (NAME + 3), words, options.width)
+    return fold_words(" " * (NAME + 3), words, options.end)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from tinyllm.trace.record import RequestRecord, StepRecord
-from tinyllm.trace.terminal.options import Options
+from tinyllm.trace.terminal.options import ENDLESS, NAME, Options
 from tinyllm.trace.terminal.rows import Forms, host_row, note_row
 from tinyllm.trace.terminal.text import (
     as_many_as_fit,
@@ -40,7 +40,7 @@ def render_prompts(
 def render_completions(completions: Iterable[tuple[str, str, str]], options: Options | None = None) -> Iterator[str]:
     """One line a request: (label, finish reason, text)."""
     for label, finish_reason, text in completions:
-        yield cut_to(f"{label} {finish_reason}: {quote(text)}", (options or Options()).width)
+        yield cut_to(f"{label} {finish_reason}: {quote(text)}", (options or Options()).end)
 
 
 # --- the flat batch -------------------------------------------------------------------------------------------------------
@@ -50,27 +50,47 @@ def batch_rows(step: StepRecord, options: Options) -> Iterator[str]:
     """The tensors of the flat batch with their values."""
     if not step.batch_values:  # the step failed before it had them
         return
-    requests, values, width = step.requests, step.batch_values, options.layout.text
-
-    def listed(name: str, *meanings: str) -> Iterator[str]:
-        for meaning in (*meanings, ""):
-            text = f"{show_list(values[name])}  {meaning}" if meaning else show_list(values[name], width)
-            yield text
-
-    lens = ["+".join(f"[{r.query_len}]" for r in requests), f"{len(requests)} requests"]
-    ids = show_list(values["token_ids"], width) if _has_values(step) else "no values: a dry run"
-    yield _tensor_row(step, options, "token_ids", ids, [f"{form} -> " for form in lens])
-    spans = [f"{r.label} {show_span(r.num_computed_tokens, r.seq_len)}" for r in requests]
-    yield _tensor_row(step, options, "positions", elide(spans, width, "  "))
-    borders = values["cu_seqlens_q"]
+    requests, width = step.requests, options.layout.text
+    yield from _token_rows(step, options)
+    borders = step.batch_values["cu_seqlens_q"]
     owners = "rows " + "  ".join(f"{r.label} {a}:{b}" for r, a, b in zip(requests, borders, borders[1:], strict=False))
-    yield _tensor_row(step, options, "cu_seqlens_q", listed("cu_seqlens_q", owners, "rows of each request"))
-    yield _tensor_row(step, options, "seq_lens", listed("seq_lens", "keys each request may read"))
-    yield _tensor_row(step, options, "block_table", _block_table(step, width))
-    slots = [f"{r.label} {show_runs(slots)}" for r, slots in zip(requests, _slots_by_request(step), strict=True)]
+    yield _tensor_row(step, options, "cu_seqlens_q", _listed(step, options, "cu_seqlens_q", owners, "rows of each"))
+    lens = "  ".join(f"{r.label} {r.query_len} new of {r.seq_len}" for r in requests)
+    yield _tensor_row(step, options, "seq_lens", _listed(step, options, "seq_lens", lens, "keys each may read"))
+    yield _tensor_row(step, options, "block_table", _block_table(step, options))
+    slots = [
+        f"{r.label} {show_runs(slots, options.list_width)}"
+        for r, slots in zip(requests, _slots_by_request(step), strict=True)
+    ]
     rule = "block*bs+pos%bs"
     yield _tensor_row(step, options, "slot_mapping", ["  ".join([*slots, rule]), elide(slots, width, "  ")])
-    yield _tensor_row(step, options, "logits_indices", listed("logits_indices", "each request's last row", "last rows"))
+    if not options.is_brief:  # gather_rows names them
+        text = _listed(step, options, "logits_indices", "each request's last row", "last rows")
+        yield _tensor_row(step, options, "logits_indices", text)
+
+
+def _token_rows(step: StepRecord, options: Options) -> Iterator[str]:
+    """Ids and positions: in one row where there is room for both."""
+    requests, width = step.requests, options.layout.text
+    lens = ["+".join(f"[{r.query_len}]" for r in requests), f"{len(requests)} requests"]
+    spans = [f"{r.label} {show_span(r.num_computed_tokens, r.seq_len)}" for r in requests]
+    whole = show_list(step.batch_values["token_ids"], ENDLESS)
+    joined = f"{whole}  positions {'  '.join(spans)}"
+    room = options.width - 2 - NAME - options.layout.what
+    is_joined = options.is_brief and _has_values(step) and len(joined) <= room
+    ids = show_list(step.batch_values["token_ids"], width) if _has_values(step) else "no values: a dry run"
+    text = joined if is_joined else ids
+    yield _tensor_row(step, options, "token_ids", text, [f"{form} -> " for form in lens])
+    if not is_joined:
+        yield _tensor_row(step, options, "positions", elide(spans, width, "  "))
+
+
+def _listed(step: StepRecord, options: Options, name: str, *meanings: str) -> Iterator[str]:
+    """The values of a tensor, with the longest of its meanings that fits."""
+    values = step.batch_values[name]
+    for meaning in meanings:
+        yield f"{show_list(values, options.list_width)}  {meaning}"
+    yield show_list(values, options.layout.text)
 
 
 def kv_row(step: StepRecord, options: Options) -> str:
@@ -89,17 +109,18 @@ def _has_values(step: StepRecord) -> bool:
     return all(token_id >= 0 for request in step.requests for token_id in request.token_ids[:1])
 
 
-def _block_table(step: StepRecord, width: int) -> Iterator[str]:
+def _block_table(step: StepRecord, options: Options) -> Iterator[str]:
     """Each request's row, what of it is new, and how full its last block is."""
     rows = [
-        f"{r.label} {show_list(row)}" for r, row in zip(step.requests, step.batch_values["block_table"], strict=True)
+        f"{r.label} {show_list(row, options.list_width)}"
+        for r, row in zip(step.requests, step.batch_values["block_table"], strict=True)
     ]
     table = "  ".join(row + _new_blocks(r) for r, row in zip(step.requests, rows, strict=True))
     fills = ", ".join(f"{r.num_in_last_block}/{r.block_size}" for r in step.requests)
     yield f"{table}  last block: {fills}"
     yield f"{table}  last: {fills}"
     yield table
-    yield elide([f"{r.label} {show_runs(r.block_ids)}" for r in step.requests], width, "  ")
+    yield elide([f"{r.label} {show_runs(r.block_ids)}" for r in step.requests], options.layout.text, "  ")
 
 
 def _new_blocks(request: RequestRecord) -> str:
@@ -130,7 +151,7 @@ def sampling_rows(step: StepRecord, options: Options) -> Iterator[str]:
     for request in step.requests:
         yield host_row(options, f"sampled {request.label}", _method(request), _sampled(request, options.layout.text))
     grown = [request for request in step.requests if request.chosen]
-    if grown:
+    if grown and not options.is_brief:  # the next step tells who needed a block
         places = ", ".join(f"{request.label} at {request.seq_len}" for request in grown)
         yield host_row(options, "append", [places, f"{len(grown)} tokens"], _fates(grown))
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 MIN_WIDTH, WIDTH, MAX_WIDTH = 60, 100, 200
+ENDLESS = 10**6  # columns of a line that nothing cuts
 TWO_HALVES = 80  # from here on a row has symbols and numbers; below, symbols alone
 NAME = 15
 SYMBOLIC = 30, 36  # at the usual width, and at most
@@ -40,6 +41,7 @@ class Options:
     bandwidth: float | None = None  # bytes per second that it moves
     width: int = WIDTH
     is_unicode: bool = False
+    is_whole: bool = False  # lists and texts at the end of a line are never shortened, as in a pipe
 
     @cached_property
     def layout(self) -> Layout:
@@ -49,13 +51,28 @@ class Options:
         room = left - sum(width for _, width in costs)
         if self.width < TWO_HALVES or room < BOTH:
             what = max(17, left * 3 // 8)
-            return Layout(room, 0, costs, 0, 0, what, left - what)
+            return Layout(room, 0, costs, 0, 0, what, self.end - 2 - NAME - what)
         source = SOURCE if room - SOURCE >= SYMBOLIC[0] + NUMERIC[0] else 0
         room -= source
         symbolic = min(SYMBOLIC[1], max(23, room * SYMBOLIC[0] // (SYMBOLIC[0] + NUMERIC[0])))
         why = room - symbolic - NUMERIC[1]
         why = why if source and why >= WHY else 0
-        return Layout(symbolic, room - symbolic - why, costs, source, why, symbolic, left - symbolic)
+        return Layout(symbolic, room - symbolic - why, costs, source, why, symbolic, self.end - 2 - NAME - symbolic)
+
+    @property
+    def end(self) -> int:
+        """The column where a line is cut."""
+        return ENDLESS if self.is_whole else self.width
+
+    @property
+    def list_width(self) -> int | None:
+        """What `show_list` and `show_runs` may take; None leaves it to them."""
+        return ENDLESS if self.is_whole else None
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether rows may be left out or joined that follow from the others."""
+        return not self.full and self.step is None
 
     @property
     def arrow(self) -> str:
@@ -72,10 +89,11 @@ class Options:
         """What stands before a named tensor."""
         return "\N{BOX DRAWINGS LIGHT VERTICAL AND RIGHT} " if self.is_unicode else "|. "
 
-    def bar(self, title: str) -> str:
-        """A title over the whole width."""
+    def bar(self, title: str, ending: str = "") -> str:
+        """A title over the whole width, and what stands at its right end."""
         line = "\N{BOX DRAWINGS DOUBLE HORIZONTAL}" if self.is_unicode else "="
-        return f"{line * 2} {title} ".ljust(self.width, line)[: self.width]
+        ending = f" {ending} {line * 2}" if ending else ""
+        return f"{line * 2} {title} ".ljust(self.width - len(ending), line)[: self.width - len(ending)] + ending
 
 
 def _cost_columns(options: Options) -> tuple[tuple[str, int], ...]:

@@ -77,7 +77,7 @@ def cost_row(
     """A row with FLOPs, bytes and FLOPs per byte. An empty half leaves its columns to the other one."""
     layout = options.layout
     if not numeric or not layout.numeric:
-        middle = first_that_fits(symbolic, layout.symbolic + layout.numeric - 1)
+        middle = first_that_fits(symbolic, options.end if options.is_whole else layout.symbolic + layout.numeric - 1)
     else:
         middle = f"{first_that_fits(symbolic, layout.symbolic - 1):{layout.symbolic}}"
         middle += first_that_fits(numeric, layout.numeric - 1)
@@ -114,4 +114,4 @@ def host_row(options: Options, name: str, what: Forms, text: Forms, letter: str 
 
 def note_row(options: Options, text: Forms) -> str:
     """A remark under a row."""
-    return " " * (NAME + 2) + first_that_fits(text, options.width - NAME - 2)
+    return " " * (NAME + 2) + first_that_fits(text, options.end - NAME - 2)

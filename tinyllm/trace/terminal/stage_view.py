@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from tinyllm.errors import ConfigError, brief
 from tinyllm.trace.costs import STAGES
 from tinyllm.trace.record import Operation, StepRecord
 from tinyllm.trace.terminal.details import detail_rows, tensor_rows
@@ -11,18 +12,22 @@ from tinyllm.trace.terminal.options import NAME, Options
 from tinyllm.trace.terminal.rows import cost_heads, note_row
 from tinyllm.trace.terminal.tensors import operation_row, title_of
 from tinyllm.trace.terminal.text import cut_to
+from tinyllm.trace.values import Wanted, name_matcher
 
 MODULE_LABELS = (
     "embed_tokens", "rotary", "qkv_proj", "rope q", "rope k", "o_proj", "gate_up_proj", "down_proj", "lm_head"
 )  # fmt: skip
 """The labels of rows that do not follow from a function's own name."""
 
+MODULES = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "norm"
+"""Modules by the names that the checkpoint's parameters have: all rows below one."""
+
 
 def stage_names() -> list[str]:
-    """Every name that --op takes: labels of rows, and functions."""
+    """Every name that --op takes: labels of rows, modules and functions."""
     functions = (name.removesuffix(".forward") for name in STAGES)
     labels = (name.removeprefix("apply_") for name in STAGES if not name.endswith(".forward"))
-    return list(dict.fromkeys([*MODULE_LABELS, *labels, *functions]))
+    return list(dict.fromkeys([*MODULE_LABELS, *labels, *MODULES, *functions]))
 
 
 def near_stages(name: str) -> list[str]:
@@ -35,8 +40,21 @@ def near_stages(name: str) -> list[str]:
     return near or [known for known in names if name.casefold() in known.casefold()] or names
 
 
+def check_wanted(wanted: Wanted | None) -> None:
+    """Refuse names and patterns of values that no row can have. Raises ConfigError, with the names near it."""
+    if wanted is None or callable(wanted):
+        return
+    for name in wanted.split(",") if isinstance(wanted, str) else wanted:
+        matches = name_matcher([name])
+        known = [word for stage in stage_names() for word in (stage, stage.split()[0], f"{stage}.forward")]
+        if name.strip() and matches and not matches(known):
+            raise ConfigError(
+                f"values names {brief(name)}, which no row has; near it: {', '.join(near_stages(name)[:9])}"
+            )
+
+
 def is_stage(operation: Operation, name: str) -> bool:
-    """Whether a row goes by this name: its label, with or without its tensor or request, or its function."""
+    """Whether a row goes by this name: its label, with or without its tensor or request, its function or its module."""
     function = operation.function.removesuffix(".forward")
     titles = (
         operation.label,
@@ -44,6 +62,7 @@ def is_stage(operation: Operation, name: str) -> bool:
         title_of(operation),
         function,
         function.removeprefix("apply_"),
+        *operation.path.split("."),
     )
     return name.removesuffix(".forward").casefold() in (title.casefold() for title in titles)
 

@@ -6,13 +6,23 @@ from dataclasses import dataclass, replace
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS
-from tinyllm.trace.record import Operation, StepRecord, TensorRecord
-from tinyllm.trace.terminal.details import formula_row, named_rows
+from tinyllm.trace.record import REQUEST_WORDS, Operation, StepRecord, TensorRecord
+from tinyllm.trace.terminal.details import formula_row, grouped_rows, named_rows
 from tinyllm.trace.terminal.options import NAME, Options
 from tinyllm.trace.terminal.rows import cost_row, costs_of, note_row, sum_costs
-from tinyllm.trace.terminal.text import elide, first_that_fits, show_decimal, show_number, show_numbers, show_symbols
+from tinyllm.trace.terminal.text import (
+    elide,
+    first_that_fits,
+    show_decimal,
+    show_list,
+    show_number,
+    show_numbers,
+    show_symbols,
+)
 
 STEP_WORDS = frozenset(word.name for word in WORDS.values() if word.scope == "step")
+
+MOST_REQUESTS = 3  # whose rows are all shown; of more, those of two
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ def render_section(
     num_layers = step.dims["num_layers"]
     layer = section.layer
     if layer is None:
-        yield from _rows(section.operations, known, options)
+        yield from _rows(section.operations, step, known, options)
         return
     if layer not in options.layers:
         ran = {operation.layer for operation in step.operations}  # a failed step does not come to all of them
@@ -51,8 +61,17 @@ def render_section(
         return
     costs = sum_costs(section.operations)
     name = first_that_fits([f"layer {layer} of {num_layers}", f"layer {layer}"], NAME - 1)
-    yield cost_row(options, "=", name, f"{len(section.operations)} rows", "", costs)
-    yield from _rows(section.operations, known, options)
+    yield cost_row(options, "=", name, _layer_notes(section, step), "", costs)
+    yield from _rows(section.operations, step, known, options)
+
+
+def _layer_notes(section: Section, step: StepRecord) -> Iterator[str]:
+    """How many rows it has, and why layer 0 has one less than the others."""
+    rows = f"{len(section.operations)} rows"
+    if section.layer == 0 and len(step.layer(1)) == len(section.operations) + 1:
+        yield f"{rows}; no residual to add yet: one less than the others"
+        yield f"{rows}; no residual to add yet"
+    yield rows
 
 
 def residual_row(step: StepRecord, options: Options) -> Iterator[str]:
@@ -62,29 +81,38 @@ def residual_row(step: StepRecord, options: Options) -> Iterator[str]:
         is_each = len(values) == step.dims["num_layers"]
         what = f"layers 0..{len(values) - 1}" if is_each else f"{len(values)} places"
         left = f"  {'residual rms':{NAME}}{what:{options.layout.what}}"
-        yield left + elide([show_decimal(value) for value in values], options.width - len(left), " ")
+        yield left + elide([show_decimal(value) for value in values], options.end - len(left), " ")
 
 
 # --- the rows of a section ------------------------------------------------------------------------------------------------
 
 
-def _rows(operations: Sequence[Operation], known: Mapping[tuple, Operation], options: Options) -> Iterator[str]:
-    """The rows that differ from the step before in more than the number of rows; the rest in one line."""
+def _rows(
+    operations: Sequence[Operation], step: StepRecord, known: Mapping[tuple, Operation], options: Options
+) -> Iterator[str]:
+    """The rows that differ from the step before in more than the number of rows; the rest in one line.
+
+    Of many requests two are shown, and the rows of the others in one line.
+    """
     unchanged = [operation for operation in operations if _only_rows_differ(operation, known)]
-    as_before = _unchanged_row(unchanged, options) if unchanged else ""
+    alike = [operation for operation in _alike(operations, step, options) if operation not in unchanged]
+    folded = {id(operation) for operation in (*unchanged, *alike)}
     first_attend = next((operation for operation in operations if operation.function == "attend"), None)
     for operation in operations:
-        if operation in unchanged:
-            if operation is unchanged[0]:
-                yield as_before
+        if unchanged and operation is unchanged[0]:
+            yield _unchanged_row(unchanged, options)
+        if alike and operation is alike[0]:
+            yield _alike_row(alike, options)
+        if id(operation) in folded:
             continue
         yield operation_row(operation, options)
         if operation.function == "gather_rows":
-            yield from _gather_note(operations, options)
+            yield from _gather_note(operations, step, options)
         if options.full:
             yield from formula_row(operation, options)
-        if options.full or (operation is first_attend and not known):
             yield from named_rows(operation, options)
+        elif operation is first_attend and not known:
+            yield from grouped_rows(operation, options)
 
 
 def _unchanged_row(unchanged: Sequence[Operation], options: Options) -> str:
@@ -93,19 +121,40 @@ def _unchanged_row(unchanged: Sequence[Operation], options: Options) -> str:
     return cost_row(options, " ", f"{tree}{len(unchanged)} as before", names, "", sum_costs(unchanged))
 
 
+def _alike(operations: Sequence[Operation], step: StepRecord, options: Options) -> list[Operation]:
+    """The rows of all requests but two, where there are more than three: the two are of both phases, if there are both."""
+    if not options.is_brief or len(step.requests) <= MOST_REQUESTS:
+        return []
+    firsts = {request.is_decode: request.label for request in reversed(step.requests)}
+    shown = firsts.values() if len(firsts) == 2 else [request.label for request in step.requests[:2]]
+    return [operation for operation in operations if operation.request is not None and operation.request not in shown]
+
+
+def _alike_row(alike: Sequence[Operation], options: Options) -> str:
+    labels = list(dict.fromkeys(operation.request or "" for operation in alike))
+    names = ", ".join(dict.fromkeys(operation.label for operation in alike))
+    count = f"{len(labels)} other requests"
+    forms = [f"{names} of {', '.join(labels)}", f"{names} of {count}"]
+    return cost_row(options, " ", f"{options.branch}{len(alike)} alike", forms, "", sum_costs(alike))
+
+
 def _only_rows_differ(operation: Operation, known: Mapping[tuple, Operation]) -> bool:
     """Whether the step before had this row, equal but for the sizes of the step words."""
     twin = known.get(_place(operation))
-    if twin is None or operation.stage.kind == "cache write" or operation.function == "sample":
-        return False  # new slots, new tokens: never "as before"
-    names = (*operation.inputs, *operation.outputs)
-    if names != (*twin.inputs, *twin.outputs):
-        return False
-    return all(_fixed_sizes(operation.tensors[name]) == _fixed_sizes(twin.tensors[name]) for name in names)
+    if twin is None or operation.stage.kind == "cache write":
+        return False  # new slots: never "as before"
+    return _fixed_sizes(operation) == _fixed_sizes(twin)
 
 
-def _fixed_sizes(tensor: TensorRecord) -> list[tuple[str, int]]:
-    return [(word, size) for word, size in zip(tensor.words, tensor.shape, strict=True) if word not in STEP_WORDS]
+def _fixed_sizes(operation: Operation) -> dict[str, list[tuple[str, int]]]:
+    """What goes in and comes out, without the sizes that every step has anew; a list is its first item."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for name in (*operation.inputs, *operation.outputs):
+        tensor = operation.tensors[name]
+        varying = STEP_WORDS if tensor.item is None else STEP_WORDS | REQUEST_WORDS
+        sizes = [(word, n) for word, n in zip(tensor.words, tensor.shape, strict=True) if word not in varying]
+        found.setdefault(name.partition("[")[0], sizes)
+    return found
 
 
 def rows_by_place(step: StepRecord) -> dict[tuple, Operation]:
@@ -139,22 +188,22 @@ def _folded_layers(step: StepRecord, folded: Sequence[int], options: Options) ->
         )
         yield cost_row(options, " ", f"  {names}", notes, [per_layer, f"each {show_number(each.flops or 0)}FLOP"],
                        sum_costs(operations))  # fmt: skip
-    if 0 not in folded and folded[0] == 1 and any(request.num_computed_tokens == 0 for request in step.requests):
-        yield note_row(options, ["(one add_residual more than layer 0, which has no residual yet; --layers all)",
-                                 "(layer 0 has no residual to add yet; --layers all)", "(--layers all)"])  # fmt: skip
 
 
 def _fold_key(step: StepRecord, layer: int) -> list[tuple]:
     return [operation.shape_key() for operation in step.layer(layer)]
 
 
-def _gather_note(operations: Sequence[Operation], options: Options) -> Iterator[str]:
+def _gather_note(operations: Sequence[Operation], step: StepRecord, options: Options) -> Iterator[str]:
     """What the LM head would have cost on every row."""
     head = next((operation for operation in operations if operation.function == "lm_head"), None)
     if head and head.flops and head.sizes["num_tokens"] > head.sizes["num_logits"]:
         dense = head.flops // head.sizes["num_logits"] * head.sizes["num_tokens"]
-        saved = f"! saves {show_number(dense - head.flops)}FLOP"
-        yield note_row(options, [f"{saved}: the LM head on all T rows would cost {show_number(dense)}", saved])
+        saved = f"saves {show_number(dense - head.flops)}FLOP"
+        why = f"{saved} of {show_number(dense)}, the LM head's on all T rows"
+        indices = step.batch_values["logits_indices"]
+        rows = f"rows {show_list(indices, options.list_width)} alone" if len(indices) > 1 else f"row {indices[0]} alone"
+        yield note_row(options, [f"! {rows}: {why}", f"! {why}", f"! {saved}"])
 
 
 # --- one row --------------------------------------------------------------------------------------------------------------
@@ -162,7 +211,10 @@ def _gather_note(operations: Sequence[Operation], options: Options) -> Iterator[
 
 def operation_row(operation: Operation, options: Options, name: str = "") -> str:
     """Kind letter, name, what goes in and comes out in symbols and in numbers, costs."""
-    template = operation.stage.template.replace(" -> ", f" {options.arrow} ")
+    stage = operation.stage
+    template, symbolic = (
+        text.replace(" -> ", f" {options.arrow} ") for text in (stage.template, stage.symbolic or stage.template)
+    )
     tree = options.branch if operation.layer is not None else ""
     if operation.dense_flops is not None and operation.flops:
         numeric = _pair_forms(template, operation)
@@ -170,9 +222,9 @@ def operation_row(operation: Operation, options: Options, name: str = "") -> str
         numeric = _forms(template.replace(f" {options.arrow} ", options.arrow), operation, show_numbers, options)
     return cost_row(
         options,
-        KIND_LETTERS[operation.stage.kind],
+        KIND_LETTERS[stage.kind],
         name or tree + title_of(operation),
-        _forms(template, operation, show_symbols, options),
+        _forms(symbolic, operation, show_symbols, options),
         numeric,
         costs_of(operation),
         operation.source,

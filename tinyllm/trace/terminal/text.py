@@ -95,8 +95,8 @@ def show_span(start: int, end: int) -> str:
     return str(start) if end - start == 1 else f"{start}..{end - 1}"
 
 
-def show_runs(slots: Sequence[int]) -> str:
-    """Slots as runs of neighbours: 4..8, 12..15."""
+def show_runs(slots: Sequence[int], width: int | None = None) -> str:
+    """Slots as runs of neighbours: 4..8, 12..15; of more than four the first three and the last, but for a width."""
     runs: list[list[int]] = []
     for slot in slots:
         if runs and runs[-1][1] == slot:
@@ -104,6 +104,8 @@ def show_runs(slots: Sequence[int]) -> str:
         else:
             runs.append([slot, slot + 1])
     texts = [show_span(start, end) for start, end in runs]
+    if width is not None:
+        return elide(texts, width, ",")
     return ",".join(texts if len(texts) <= 4 else [*texts[:3], "...", texts[-1]])
 
 
