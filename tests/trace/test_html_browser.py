@@ -232,12 +232,15 @@ def test_print_opens_the_steps(browser, folder):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
-@pytest.mark.skipif("TINYLLM_SCREENSHOTS" not in os.environ, reason="TINYLLM_SCREENSHOTS names no folder for pictures")
-def test_screenshots(browser, folder):
+def test_screenshots_differ_by_window_and_scheme(browser, folder, tmp_path):
+    """They are for looking at: TINYLLM_SCREENSHOTS names a folder that keeps them."""
+    pictures = Path(os.environ.get("TINYLLM_SCREENSHOTS", tmp_path))
+    seen = set()
     for name in ("page", "fragment"):
         for window in WINDOWS:
             for scheme in ("light", "dark"):
                 show(browser, folder / f"{name}.html", window, scheme)
                 image = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})["data"]
-                target = Path(os.environ["TINYLLM_SCREENSHOTS"]) / f"{name}-{window}-{scheme}.png"
-                target.write_bytes(base64.b64decode(image))
+                seen.add(image)
+                (pictures / f"{name}-{window}-{scheme}.png").write_bytes(base64.b64decode(image))
+    assert len(seen) == 2 * len(WINDOWS) * 2 and all(len(image) > 50_000 for image in seen), "none is blank"
