@@ -178,7 +178,9 @@ def test_case_028_the_work_per_token_does_not_grow_with_the_text(byte_tokenizer)
     start = time.perf_counter()
     for _ in range(20_000):
         finder.push(detokenizer.push([97]))
-    assert time.perf_counter() - start < 2, "20,000 tokens; decoding everything at each step takes minutes"
+    assert time.perf_counter() - start < 30, (
+        "a guard: hundredths of a second; decoding everything each time takes minutes"
+    )
 
 
 def test_case_029_the_text_behind_a_prompt_is_decoded_and_not_sliced(vocabulary):

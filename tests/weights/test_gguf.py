@@ -4,7 +4,6 @@ import json
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import gguf
@@ -15,7 +14,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tinyllm.errors import ModelFileError, TinyllmError
-from tinyllm.weights.default import find_default_model
 from tinyllm.weights.gguf import read_gguf
 from tinyllm.weights.gguf_config import config_from_gguf
 from tinyllm.weights.names import parameters_from_gguf
@@ -293,14 +291,3 @@ def test_random_edits_are_refused_or_load(write, edits, length):
         load(write(bytes(data[:length])))
     except TinyllmError as error:
         assert "\n" not in str(error)
-
-
-@pytest.mark.long
-def test_header_is_read_ten_times_faster_than_by_the_gguf_package():
-    path = find_default_model()
-    start = time.perf_counter()
-    read_gguf(path)
-    ours = time.perf_counter() - start
-    start = time.perf_counter()
-    gguf.GGUFReader(path)
-    assert time.perf_counter() - start > 10 * ours

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import gguf
 import torch
 
 from tinyllm.bench.batching import Setup, compare, skewed_workload
@@ -23,6 +24,8 @@ from tinyllm.request import SamplingParams
 from tinyllm.shapes import checking
 from tinyllm.trace import Recorder, Trace, trace
 from tinyllm.trace.terminal import render_run
+from tinyllm.weights.default import find_default_model
+from tinyllm.weights.gguf import read_gguf
 from tinyllm.weights.load import LoadedModel, build_decoder, load_model
 
 PROMPTS = ["The capital of France is", "Water boils at 100 degrees"]
@@ -211,6 +214,9 @@ def bench_command() -> None:
     }
     _print(render("whole processes", take_turns(variants, 5)))
     _print(render("in this process", take_turns({"load the default model": load_model}, 3)))
+    path = find_default_model()
+    readers = {"ours": lambda: read_gguf(path), "the gguf package's": lambda: gguf.GGUFReader(path)}
+    _print(render("reading the header of its GGUF file", take_turns(readers, 3)))
 
 
 def _print(lines: list[str]) -> None:
