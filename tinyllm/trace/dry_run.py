@@ -24,7 +24,7 @@ from tinyllm.sampler.sample import sample
 from tinyllm.trace.collect import collect_operations
 from tinyllm.trace.decisions import request_label
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.record import BlockSpan, RequestRecord, RunRecord, ScheduleRecord, StepRecord
+from tinyllm.trace.record import PLACEHOLDER, BlockSpan, RequestRecord, RunRecord, ScheduleRecord, StepRecord
 from tinyllm.trace.recorder import Call, Recorder
 from tinyllm.trace.session import BATCH_FIELDS, batch_tensors
 from tinyllm.weights.hf_folder import read_json
@@ -34,7 +34,6 @@ from tinyllm.weights.load import DTYPES, describe_model
 MAX_REQUESTS = 256  # each has rows of its own in every layer
 MAX_TOKENS = 2**20  # of the whole step: a batch begins as Python lists
 MAX_LENS_TEXT = 8192
-PLACEHOLDER = -1  # a token id that no vocabulary has: by it a reader of the record knows a dry run
 LENS_FORM = "expected the tokens that each request computes, such as 4,1,1, or 1@16 for 1 token of 16 in all"
 
 

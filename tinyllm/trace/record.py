@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyllm.shapes import WORDS
-from tinyllm.trace.costs import Stage
+from tinyllm.shapes import WORDS, evaluate
+from tinyllm.trace.costs import PAIRS, Stage
 from tinyllm.trace.dims import Words
 
+PLACEHOLDER = -1  # the token id of a dry run, which no vocabulary has
 KV, WEIGHTS, ACTIVATIONS = "KV", "weights", "activations"  # what bytes are moved of
 REQUEST_WORDS = frozenset(name for name, word in WORDS.items() if word.scope == "request")
 
@@ -110,6 +111,22 @@ class Operation:
         return {WEIGHTS: weights, KV: kv, ACTIVATIONS: self.num_bytes - weights - kv}
 
     @property
+    def title(self) -> str:
+        """The label, and the request where the row is one request's: ``attend A``."""
+        return f"{self.label} {self.request}" if self.request else self.label
+
+    @property
+    def key(self) -> tuple[str, str, str | None]:
+        """What tells it from the other rows of its step, and is the same in the next one."""
+        return self.path, self.label, self.request
+
+    @property
+    def pairs(self) -> tuple[int, int] | None:
+        """Of one request's attention: the pairs of a query and a key that the causal mask leaves, and all of them."""
+        kept, dense = evaluate(PAIRS, self.sizes), evaluate("query_len*seq_len", self.sizes)
+        return None if self.dense_flops is None or kept is None or dense is None else (kept, dense)
+
+    @property
     def has_values(self) -> bool:
         """Whether it was asked what its tensors held."""
         return any(tensor.stats for tensor in self.tensors.values())
@@ -177,6 +194,11 @@ class RequestRecord:
     def seq_len(self) -> int:
         """Tokens in total after it."""
         return self.num_computed_tokens + self.query_len
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether its tokens have no ids, as in a dry run."""
+        return PLACEHOLDER in self.token_ids
 
     @property
     def is_decode(self) -> bool:
