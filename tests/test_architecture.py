@@ -37,10 +37,14 @@ NO_TENSORS = ("torch", "numpy", "einops", "safetensors", "gguf", "jaxtyping", "b
 # The parts of the trace that work on any model: they know words and sizes, not engines.
 TRACE_PARTS = {
     "recorder",
+    "calls",
+    "reading",
     "dims",
     "ledger",
     "costs",
     "record",
+    "scheduled",
+    "sums",
     "collect",
     "to_json",
     "terminal",
@@ -49,7 +53,11 @@ TRACE_PARTS = {
     "values",
     "kernels",
     "calibrate",
+    "text",
+    "shape_text",
+    "fold",
 }
+VIEWS = {"terminal", "html", "explain"}  # what they share lies beside them
 TRACE_MAY_IMPORT = ("tinyllm.shapes", "tinyllm.config", "tinyllm.errors", "tinyllm.trace.")
 
 # Each needs a tensor's values on the host, which a meta tensor has not and a GPU step should not wait for.
@@ -154,6 +162,17 @@ def tensor_imports(name: str, text: str) -> list[str]:
     return outside + inside
 
 
+def view_of(dotted: str) -> str | None:
+    """The view of the trace that a module of it belongs to: terminal, html or explain."""
+    parts = dotted.split(".")
+    return parts[2] if parts[:2] == ["tinyllm", "trace"] and len(parts) > 2 and parts[2] in VIEWS else None
+
+
+def foreign_views(name: str, text: str) -> list[str]:
+    """What one view of the trace imports from another one."""
+    return [target for target in imported(text) if view_of(target) not in (None, view_of(f"tinyllm.{name}"))]
+
+
 def host_syncs(text: str) -> list[str]:
     tree = ast.parse(text)
     found = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in HOST_SYNC]
@@ -246,6 +265,11 @@ def test_the_parts_of_the_trace_know_no_engine(name: str) -> None:
     assert [target for target in ours if target.startswith("tinyllm.trace.") and target.split(".")[2] in drivers] == []
 
 
+@pytest.mark.parametrize("name", [name for name in SOURCES if view_of(f"tinyllm.{name}")])
+def test_no_view_of_the_trace_knows_another(name: str) -> None:
+    assert foreign_views(name, SOURCES[name]) == []
+
+
 @pytest.mark.parametrize("name", [name for name in SOURCES if unit_of(name) in SYNC_FREE])
 def test_layers_model_and_sampler_never_ask_the_device_for_a_value(name: str) -> None:
     assert host_syncs(SOURCES[name]) == []
@@ -336,6 +360,14 @@ def test_wrong_arrows_are_found(name: str, text: str, found: list[str]) -> None:
 )
 def test_violations_are_found(rule: Callable[[str], list[str]], text: str, count: int) -> None:
     assert len(rule(text)) == count
+
+
+def test_imports_between_views_are_found() -> None:
+    text = (
+        "from tinyllm.trace.terminal.rows import cost_row\nfrom tinyllm.trace import html, text\nimport tinyllm.shapes"
+    )
+    assert foreign_views("trace.terminal.host", text) == ["tinyllm.trace.html"]
+    assert foreign_views("trace.explain.sizes", text) == ["tinyllm.trace.terminal.rows.cost_row", "tinyllm.trace.html"]
 
 
 def test_tensor_imports_are_found() -> None:

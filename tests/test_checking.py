@@ -1,6 +1,8 @@
 """Shape checks are on by default over a written list of modules, off without a trace on request, and never by halves."""
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import re
@@ -8,11 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 import pytest
+import torch
+from torch import Tensor
 
 import tinyllm
-from tinyllm import CHECKED_MODULES
+from tinyllm import CHECKED_MODULES, ShapeError
+from tinyllm.batch import FlatBatch, SamplingBatch
+from tinyllm.shapes import WORDS, checking, evaluate
 
 PACKAGE = Path(tinyllm.__file__).parent
 # Hooked, these would only be slower: they hold no tensors, or they are what traces and times the others.
@@ -148,6 +156,101 @@ def test_0_wraps_nothing(by_default: dict, switched_off: dict) -> None:
 def test_omp_waits_passively_unless_the_user_says_otherwise(by_default: dict, switched_off: dict) -> None:
     assert by_default["omp"] == "passive"
     assert switched_off["omp"] == "active"
+
+
+# ---- a wrong rank, at every function -----------------------------------------------------------------------------------
+
+NO_SHAPED_ARGUMENT = {
+    "batch._floats", "batch._ints", "batch.build_batch", "batch.build_sampling_batch", "batch.FlatBatch.__post_init__",
+    "kv_cache.KVCache.__init__", "kv_cache.KVCache.layer", "kv_cache.KVCache.num_bytes",
+    "layers.attention.backends.find_backend", "layers.attention.gqa.GroupedQueryAttention.__init__",
+    "layers.attention.per_request.lay_flat",  # a list, whose items the ledger compares
+    "layers.attention.reference.causal_mask", "layers.decoder.DecoderLayer.__init__", "layers.embedding.Embedding.__init__",
+    "layers.linear.Linear.__init__", "layers.mlp.MLP.__init__", "layers.norm.RMSNorm.__init__",
+    "layers.rope.RotaryEmbedding.__init__", "layers.rope.RotaryEmbedding.inv_freq", "model.Decoder.__init__",
+    "model.Decoder._head_weight", "model.Decoder.forward",
+    "sampler.noise._shift_right", "sampler.noise.mix",  # tensors of any shape
+}  # fmt: skip
+"""What takes no tensor that has dimension words."""
+
+
+def checked_functions() -> dict[str, Callable]:
+    """Every function and method that a checked module declares, by its name below tinyllm."""
+    found: dict[str, Callable] = {}
+    for name, text in CHECKED_SOURCES.items():
+        module = importlib.import_module(name)
+        for qualname in declared_functions(text):
+            owner, _, last = qualname.rpartition(".")
+            value = vars(getattr(module, owner) if owner else module)[last]
+            value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            found[f"{name.removeprefix('tinyllm.')}.{qualname}"] = value
+    return found
+
+
+CHECKED_FUNCTIONS = checked_functions()
+
+
+def shaped(hint: Any) -> Any:
+    """The hint of a tensor with dimension words, also of one that may be None; None for any other."""
+    members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return next((member for member in members if hasattr(member, "dim_str")), None)
+
+
+def shaped_arguments() -> list[tuple[str, str]]:
+    """(function, argument) of every tensor that a checked function takes."""
+    return [
+        (name, parameter.name)
+        for name, function in CHECKED_FUNCTIONS.items()
+        for parameter in inspect.signature(function).parameters.values()
+        if shaped(parameter.annotation)
+    ]
+
+
+def tensor_of(hint: Any, extra_axes: int = 0) -> Tensor:
+    """A tensor that satisfies the hint together with all others made so, or one that has axes too many."""
+    sizes = {word: 2 + i for i, word in enumerate(WORDS)}
+    shape = [evaluate(dim, sizes) or 0 for dim in hint.dim_str.split()]
+    dtype = next(dtype for dtype in (torch.float32, torch.int64) if str(dtype).removeprefix("torch.") in hint.dtypes)
+    return torch.zeros([*shape, *[1] * extra_axes], dtype=dtype)
+
+
+def value_of(hint: Any) -> Any:
+    """Something that satisfies the hint of an argument."""
+    if isinstance(hint, UnionType):
+        return None
+    if shaped(hint):
+        return tensor_of(hint)
+    if get_origin(hint) is tuple:
+        return ()
+    if hint in (int, float, bool):
+        return hint(1)
+    return object.__new__(hint) if isinstance(hint, type) and hint in (FlatBatch, SamplingBatch) else lambda *_: None
+
+
+@pytest.mark.parametrize(("name", "argument"), sorted(shaped_arguments()))
+def test_a_wrong_rank_is_refused_in_one_line_at_every_function(name: str, argument: str) -> None:
+    """Which names function and argument, whatever stands before it in the signature."""
+    function = CHECKED_FUNCTIONS[name]
+    hints = {key: parameter.annotation for key, parameter in inspect.signature(function).parameters.items()}
+    arguments = {key: value_of(hint) for key, hint in hints.items()}
+    hint = shaped(hints[argument])
+    arguments[argument] = tensor_of(hint, extra_axes=1)
+    num_axes = len(hint.dim_str.split())
+    with checking(True), pytest.raises(ShapeError) as error:
+        function(*arguments.values())
+    said = str(error.value)
+    assert (
+        said.startswith(f"tinyllm.{name.removesuffix('.__init__')}")
+        and f": {argument} is (" in said
+        and "\n" not in said
+    )
+    assert f"expected [{hint.dim_str}]: it has {num_axes + 1} axes, not {num_axes}. Bound before: " in said
+
+
+def test_every_function_that_takes_a_shaped_tensor_was_tried() -> None:
+    tried = {name for name, _ in shaped_arguments()}
+    assert CHECKED_FUNCTIONS.keys() - tried == NO_SHAPED_ARGUMENT
+    assert len(tried) >= 30 and len(shaped_arguments()) > 60
 
 
 # ---- what jaxtyping would leave unchecked, silently --------------------------------------------------------------------

@@ -31,7 +31,7 @@ def run_trace(monkeypatch, capsys, smollm2, smollm2_sdpa):
 
     def run_trace(*argv: str) -> tuple[int, str, str]:
         monkeypatch.setattr(command, "load_model", load)
-        monkeypatch.setattr(command, "measured_roofline", lambda: Roofline(80e9, 10e9))
+        monkeypatch.setattr(command, "measured_roofline", lambda dtype: Roofline(80e9, 10e9))
         code = run(command.main, argv)
         return code, *capsys.readouterr()
 

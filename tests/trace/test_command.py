@@ -179,6 +179,8 @@ LONG = "word " * 2100
         (["a", "--max-tokens", "x"], "argument --max-tokens: 'x'; expected"),
         (["a", "--temperature", "nan"], "argument --temperature: 'nan'; expected a number from 0"),
         (["a", "--temperature", "-1"], "argument --temperature: '-1'"),
+        (["a", "--layers", "1_0"], "argument --layers: '1_0'; expected numbers such as 0,29, or all"),
+        (["a", "--layers", "\u0661"], "argument --layers: '\u0661'; expected numbers"),
         (["a", "--layers", "30"], "--layers names layer 30; this model has layers 0 to 29"),
         (["a", "--op", "atend"], "--op names 'atend', which no row has; near it: attend"),
         (["a", "--op", ""], "--op names '', which no row has; rows are: embed_tokens, rotary, "),
@@ -262,22 +264,29 @@ def test_a_pipe_gets_whole_lines_without_escapes_and_closes_quietly():
 
 
 def test_a_false_annotation_in_a_copy_of_the_package_stops_the_trace(tmp_path):
-    """End to end: one word changed in a layer's source, and the tracer says which, where and both sizes."""
+    """End to end: one word changed in a layer's source, and one line says which, where, both sizes and the remedy."""
     shutil.copytree(ROOT / "tinyllm", tmp_path / "tinyllm")
     layer = tmp_path / "tinyllm" / "layers" / "attention" / "gqa.py"
     source = layer.read_text()
     mutant = source.replace('qkv: Float[Tensor, "num_tokens qkv_size"] =', 'qkv: Float[Tensor, "num_tokens q_size"] =')
     assert mutant != source
     layer.write_text(mutant)
+    line = next(i for i, text in enumerate(mutant.splitlines(), 1) if "num_tokens q_size" in text and "qkv:" in text)
     done = subprocess.run(
         [sys.executable, "-m", "tinyllm.trace", "Hi"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
-    assert re.search(
-        r"LedgerError: GroupedQueryAttention\.forward \(gqa\.py:\d+\), qkv: q_size is 960, but 576 in the config",
-        done.stderr,
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    head, _, bound = done.stderr.strip().partition(" Bound before: ")
+    assert head == (
+        f"tinyllm: GroupedQueryAttention.forward (tinyllm/layers/attention/gqa.py:{line}): "
+        "qkv [num_tokens,q_size]=[1,960]: q_size is 960, but 576 in the config."
     )
+    words, _, remedy = bound.partition(". ")
+    assert (
+        words == "num_tokens=1, hidden_size=576, half_dim=32, num_blocks=2, block_size=16, num_kv_heads=3, head_dim=64"
+    )
+    assert remedy == "Correct the annotation, or the code that makes the tensor"
 
 
 def test_a_width_of_zero_from_the_environment_swallows_nothing(run_trace, monkeypatch):

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyllm import SamplingParams
-from tinyllm.trace import Recorder, recorder
+from tinyllm.trace import Call, Recorder
 from tinyllm.trace.costs import COMPOSITES, PARTS, STAGES
 from tinyllm.trace.dims import FunctionSpec, function_specs
-from tinyllm.trace.recorder import PACKAGE, TENSOR_MODULES
+from tinyllm.trace.reading import PACKAGE, TENSOR_MODULES, Sources
 
 WORDLESS = {"_ints", "_floats", "mix", "_shift_right", "Decoder._head_weight"}
 """Helpers of any shape: what they compute is part of the expression that calls them, and named by it."""
@@ -223,7 +223,7 @@ def tensors_of(values: Iterable[object], with_lists: bool = True) -> Iterator[Te
             yield from tensors_of([getattr(value, item.name) for item in dataclasses.fields(value)])
 
 
-def named_in(calls: Iterable[recorder.Call]) -> dict[Place, set[str]]:
+def named_in(calls: Iterable[Call]) -> dict[Place, set[str]]:
     """The names of each function to which the recorder gave words; one that is a worded result counts."""
     found: dict[Place, set[str]] = {}
     for call in (call for root in calls for call in root.walk()):
@@ -294,15 +294,14 @@ def test_so_it_is_in_every_model(tiny_llm, name):
 # --- a copy of a layer, to which somebody adds something ------------------------------------------------------------------
 
 
-def faults_of(tmp_path, monkeypatch, text: str, function: str, *arguments: Tensor) -> list[str]:
+def faults_of(tmp_path, text: str, function: str, *arguments: Tensor) -> list[str]:
     """What the check says of a function of a module that the recorder takes for a layer's."""
     file = tmp_path / "layers" / "norm.py"
     file.parent.mkdir()
     file.write_text(text)
-    monkeypatch.setattr(recorder, "PACKAGE", tmp_path)
     scope: dict = {"__name__": "layers.norm"}
     exec(compile(text, str(file), "exec"), scope)
-    with Recorder() as trace, torch.inference_mode():
+    with Recorder(sources=Sources(tmp_path)) as trace, torch.inference_mode():
         scope[function](*arguments)
     watch = Watch(tmp_path, named_in(trace.walk()))
     with watch, torch.inference_mode():
@@ -323,28 +322,28 @@ def changed(old: str, new: str) -> str:
 X, WEIGHT = torch.ones(3, 4), torch.ones(4)
 
 
-def test_the_layer_itself_is_complete(tmp_path, monkeypatch):
-    assert faults_of(tmp_path, monkeypatch, NORM, "rms_norm", X, WEIGHT, 1e-5) == []
+def test_the_layer_itself_is_complete(tmp_path):
+    assert faults_of(tmp_path, NORM, "rms_norm", X, WEIGHT, 1e-5) == []
 
 
-def test_an_intermediate_without_annotation_is_found_and_named(tmp_path, monkeypatch):
+def test_an_intermediate_without_annotation_is_found_and_named(tmp_path):
     text = changed(
         LINE,
         "    inverse = torch.rsqrt(mean_square + eps)\n" + LINE.replace("torch.rsqrt(mean_square + eps)", "inverse"),
     )
-    (fault,) = faults_of(tmp_path, monkeypatch, text, "rms_norm", X, WEIGHT, 1e-5)
+    (fault,) = faults_of(tmp_path, text, "rms_norm", X, WEIGHT, 1e-5)
     assert fault == "norm.py:20 rms_norm: inverse of aten.rsqrt.default, [3, 1], has no words"
 
 
-def test_a_view_under_a_name_of_its_own_needs_words_too(tmp_path, monkeypatch):
+def test_a_view_under_a_name_of_its_own_needs_words_too(tmp_path):
     text = changed(LINE, LINE + "    turned = normed.T\n")
-    (fault,) = faults_of(tmp_path, monkeypatch, text, "rms_norm", X, WEIGHT, 1e-5)
+    (fault,) = faults_of(tmp_path, text, "rms_norm", X, WEIGHT, 1e-5)
     assert fault.startswith("norm.py:21 rms_norm: turned of aten.") and fault.endswith("[4, 3], has no words")
 
 
-def test_a_stage_without_annotations_is_found_and_named(tmp_path, monkeypatch):
+def test_a_stage_without_annotations_is_found_and_named(tmp_path):
     text = changed("def rms_norm(", ADDED).replace("x.float()", "spread(x.float())")
-    faults = faults_of(tmp_path, monkeypatch, text, "rms_norm", X, WEIGHT, 1e-5)
+    faults = faults_of(tmp_path, text, "rms_norm", X, WEIGHT, 1e-5)
     assert faults == [
         "norm.py:9 spread: wide of aten.mul.Tensor, [3, 4], has no words",
         "spread (norm.py:8): x has no words",
@@ -352,15 +351,15 @@ def test_a_stage_without_annotations_is_found_and_named(tmp_path, monkeypatch):
     ]
 
 
-def test_a_tensor_kept_in_a_list_is_found(tmp_path, monkeypatch):
+def test_a_tensor_kept_in_a_list_is_found(tmp_path):
     text = changed(LINE, "    kept = [mean_square + 1]\n" + LINE)
-    (fault,) = faults_of(tmp_path, monkeypatch, text, "rms_norm", X, WEIGHT, 1e-5)
+    (fault,) = faults_of(tmp_path, text, "rms_norm", X, WEIGHT, 1e-5)
     assert fault == "norm.py:20 rms_norm: without a name of aten.add.Tensor, [3, 1], has no words"
 
 
-def test_what_dies_in_its_expression_needs_no_name(tmp_path, monkeypatch):
+def test_what_dies_in_its_expression_needs_no_name(tmp_path):
     text = changed("torch.rsqrt(mean_square + eps)", "torch.rsqrt((mean_square * 2 + eps).abs())")
-    assert faults_of(tmp_path, monkeypatch, text, "rms_norm", X, WEIGHT, 1e-5) == []
+    assert faults_of(tmp_path, text, "rms_norm", X, WEIGHT, 1e-5) == []
 
 
 def test_an_operator_outside_every_function_is_a_stray():

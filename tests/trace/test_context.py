@@ -167,6 +167,19 @@ def test_two_threads_trace_side_by_side(tiny_llm):
     assert {prompt: t.steps[0].requests[0].token_ids for prompt, t in found.items()} == {1: (1, 2), 5: (5, 2)}
 
 
+@pytest.mark.parametrize("inside", [lambda frame, event, argument: None, None])
+def test_a_debugger_that_starts_inside_stays_and_a_warning_says_what_is_missing(tiny_llm, inside):
+    llm, before = tiny_llm(), sys.gettrace()
+    try:
+        with pytest.warns(UserWarning, match="was replaced or switched off inside it"), trace() as t:
+            llm.generate([1], SamplingParams(max_tokens=2))
+            sys.settrace(inside)
+            llm.generate([2], SamplingParams(max_tokens=2))
+        assert sys.gettrace() is inside and len(t.steps) == 2
+    finally:
+        sys.settrace(before)
+
+
 def test_a_debugger_is_displaced_and_a_warning_says_so(tiny_llm):
     def debugger(frame, event, argument):
         return None
@@ -213,7 +226,12 @@ def test_find_gives_every_place_of_a_name(tiny_llm):
     for row in found:
         sizes = config.dims() | {"query_len": row["shape"][2], "seq_len": row["shape"][3]}
         assert tuple(evaluate(word, sizes) for word in row["words"]) == row["shape"]
-    assert t.find("no such name") == []
+    with pytest.raises(TraceError, match=r"^no tensor of this trace is named 'scors'; near it: .*scores"):
+        t.find("scors")
+    for nothing in ("no such name", 3, None):
+        with pytest.raises(TraceError, match=r"expected a name such as "):
+            t.find(nothing)
+    assert trace().find("scors") == [], "where no step was made there is nothing to compare with"
 
 
 def test_diff_names_the_rows_in_which_two_runs_differ(tiny_llm):
@@ -271,6 +289,20 @@ def test_values_of_rows_modules_and_patterns_are_taken(values):
     trace(values=values)
 
 
+def test_a_stream_that_goes_on_outside_does_not_change_what_the_block_saw(tiny_llm):
+    llm = tiny_llm()
+    pieces = llm.stream([1, 2, 3], FIVE)
+    with trace() as t:
+        next(pieces)
+        assert t.run.answers[0].finish_reason == "running"
+    text, made = str(t), len(t.steps)
+    assert len(list(pieces)) > 0
+    assert (str(t), len(t.steps)) == (text, made) and t.run.answers[0].finish_reason == "running"
+    with t:
+        llm.generate([[4, 5]], FIVE)
+    assert [answer.finish_reason for answer in t.run.answers] == ["length", "length"], "a second block looks anew"
+
+
 @pytest.mark.parametrize("other", [3, None, "a trace"])
 def test_a_trace_differs_from_traces_alone(other):
     with pytest.raises(TraceError, match=r"^diff compares with .*; expected another trace"):
@@ -315,11 +347,23 @@ def test_a_block_can_ask_for_more(tiny_llm):
         llm.generate([[1, 2, 3], [4, 5]], FIVE)
     prompts = llm.make_requests([[1, 2, 3], [4, 5]], FIVE)
     steps = list(trace_steps(tiny_llm(max_model_len=32), prompts, values="attend", times=True, kernels=True))
+    assert len(t.steps) == 5
     for mine, theirs in zip(t.steps, steps, strict=True):
-        assert mine.operations == theirs.operations
+        assert len(mine.operations) > 30 and mine.operations == theirs.operations
         assert mine.residual_rms == theirs.residual_rms and len(mine.residual_rms) == llm.loaded.config.num_layers
         for row, other in zip(mine.operations, theirs.operations, strict=True):
             assert row.time_us and other.time_us
             stats = [{name: tensor.stats for name, tensor in one.tensors.items()} for one in (row, other)]
             assert stats[0] == stats[1] and any(stats[0].values()) == (row.function == "attend")
     assert all(row["time_us"] > 0 for row in t.table())
+
+
+def test_a_model_that_gives_no_numbers_still_gives_json(tiny_llm):
+    llm = tiny_llm()
+    hook = llm.engine.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: output * float("nan"))
+    with trace(values="attend") as t:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    hook.remove()
+    for record in t.to_json():
+        jsonschema.validate(json.loads(json.dumps(record, allow_nan=False)), SCHEMA)
+    assert t.to_json()[1]["residual_rms"] == ["nan"] * llm.loaded.config.num_layers

@@ -14,7 +14,7 @@ from tinyllm.layers.linear import Linear
 from tinyllm.model import Decoder
 from tinyllm.trace import Ledger, Recorder
 from tinyllm.trace.collect import collect_operations
-from tinyllm.trace.costs import COMPOSITES, KIND_LETTERS, PARTS, STAGES, count
+from tinyllm.trace.costs import COMPOSITES, KIND_LETTERS, PARTS, STAGES, bound_by, bound_us, count
 from tinyllm.weights.load import build_decoder
 
 SMOLLM2 = ModelConfig(
@@ -157,3 +157,24 @@ def test_a_cache_write_s_output_is_the_pool_that_it_changes(tiny_llm, tiny_model
     assert {row.tensors[name].storage for row in rows for name in row.outputs} == {"kv_pool"}
     stages = {name: stage for name, stage in STAGES.items() if stage.updates or stage.updated_at}
     assert stages.keys() == {"write_kv"} and rows[0].tensors[stages["write_kv"].updated_at].words == ("num_tokens",)
+
+
+def test_a_row_waits_for_memory_below_the_ridge_and_for_arithmetic_above(traced):
+    """A machine of 80 GFLOP and 10 GB a second."""
+    _, steps = traced
+    seen = set()
+    for operation in (row for step in steps for row in step.operations):
+        costs = operation.flops, operation.num_bytes
+        side, least = bound_by(*costs, 8.0), bound_us(*costs, 8.0, 10e9)
+        if operation.flops is None:
+            assert (side, least) == ("", None)
+        elif operation.num_bytes == 0:
+            assert (side, least) == ("", 0)
+        else:
+            memory_us, compute_us = operation.num_bytes / 10e3, operation.flops / 80e3
+            assert side == ("memory" if memory_us > compute_us else "compute")
+            assert least == pytest.approx(max(memory_us, compute_us))
+        seen.add(side)
+    assert seen == {"", "memory"}
+    assert bound_by(81, 10, 8.0) == "compute" and bound_us(81e4, 10, 8.0, 1e6) == 81e4 / 8
+    assert bound_by(81, 10, None) == "" and bound_us(81, 10, None, 1e6) is bound_us(81, 10, 8.0, None) is None

@@ -3,12 +3,17 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 
 import tinyllm.trace
 from tinyllm import SamplingParams
+from tinyllm.request import Request, RequestStatus
+from tinyllm.scheduler import ScheduledRequest
+from tinyllm.trace.annotate.runs import _phase
+from tinyllm.trace.decisions import computes_last_token
 from tinyllm.trace.record import BlockSpan
 from tinyllm.trace.session import trace_steps
 from tinyllm.trace.terminal import WIDTH, Options, render_step
@@ -42,7 +47,10 @@ def steps(request, tiny_llm):
 def run(tiny_llm, name: str) -> list:
     prompts, max_tokens, settings = RUNS[name]
     llm = tiny_llm(block_size=4, **{"max_model_len": 32, "num_blocks": 100, **settings})
-    return list(trace_steps(llm, llm.make_requests(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))))
+    requests = llm.make_requests(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    steps = list(trace_steps(llm, requests))
+    assert len(steps) >= max_tokens and all(step.requests for step in steps)
+    return steps
 
 
 def text_of(steps, width: int = WIDTH, full: bool = False) -> list[str]:
@@ -254,11 +262,34 @@ def test_many_requests_are_counted_where_they_cannot_be_listed(tiny_llm):
     steps = run(tiny_llm, "crowded")
     text = "\n".join(text_of(steps))
     assert re.search(r"^P schedule +19 new +token budget", text, re.M)
-    assert re.search(r"^  \| 34 alike +gather_kv, attend of 17 other requests +", text, re.M)
+    assert re.search(r"^  \| 34 others +gather_kv, attend of 17 requests more +", text, re.M)
     assert re.search(r"^P append +19 tokens +no KV yet: 19 have room$", "\n".join(text_of(steps, full=True)), re.M)
     assert re.search(r"^P freed +19 requests ended in step 2 +blocks \[\d+,.*\] came back$", text, re.M)
     assert re.search(r"^P held back T +blocks are short: it needs 1, free are 0 \(10 more behind it\)$", text, re.M)
     assert re.search(r"^P block map +1 null\+19 held\+0 free=20 +held by 19 requests$", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("started_as", "num_computed", "num_new", "is_decode"),
+    [
+        (RequestStatus.RUNNING, 6, 1, True),
+        (RequestStatus.RUNNING, 3, 1, False),  # a chunk of one token of its prompt
+        (RequestStatus.RUNNING, 5, 1, False),  # of two tokens left the budget leaves one
+        (RequestStatus.PREEMPTED, 6, 1, False),  # it comes back, and its last token is all that the cache lacks
+        (RequestStatus.PREEMPTED, 4, 3, False),
+        (RequestStatus.WAITING, 0, 4, False),
+    ],
+)
+def test_a_request_decodes_where_it_computes_the_token_that_it_sampled_last(
+    started_as, num_computed, num_new, is_decode
+):
+    """Of a request with 4 prompt tokens and 3 sampled ones; for --annotate and for the record alike."""
+    request = Request("A", [1, 2, 3, 4], SamplingParams(max_tokens=9))
+    request.token_ids.extend([5, 6, 7])
+    entry = ScheduledRequest(request, tuple(request.token_ids[num_computed : num_computed + num_new]), num_computed,
+                             (1, 2), (), samples=num_computed + num_new == 7, started_as=started_as)  # fmt: skip
+    assert computes_last_token(entry) == is_decode
+    assert _phase(SimpleNamespace(scheduled=[entry])) == ("decode" if is_decode else "prefill")  # type: ignore[arg-type]
 
 
 # --- the map's text ----------------------------------------------------------------------------------------------------

@@ -90,11 +90,12 @@ def test_a_ridge_says_what_a_step_waits_for_unless_it_is_not_measured(run_trace)
 
 
 def test_values_kernels_and_times_of_one_stage(run_trace):
-    code, out, _ = run_trace("Hi there", "--op", "attend", "--values", "--ops", "--time", "--max-tokens", "1")
+    code, out, _ = run_trace("Hi there", "--op", "attend", "--values", "--ops", "--max-tokens", "1")
     assert code == 0
     weights = out[out.index("|. weights") :]
     assert re.search(r"0\.\.1 +mean", weights), "attention weights lie between 0 and 1"
     assert "|. torch" in out and "aten.bmm -> [3,6,2]" in out
+    _, out, _ = run_trace("Hi there", "--op", "attend", "--time", "--max-tokens", "1")
     assert re.search(r"F/B .* us +bound", out)
 
 
@@ -116,6 +117,15 @@ def test_the_residual_stream_is_one_line(run_trace):
         (["x", "--verify", "--json", "v.jsonl"], "--json writes a trace, and --verify prints none"),
         (["x", "--explain", "T", "--html", "e.html"], "--html writes a trace, and --explain prints none"),
         (["x", "--json", "-", "--html", "-"], "--json and --html both name '-'"),
+        (["x", "--json", "a.out", "--html", "./a.out"], "--json and --html both name 'a.out'"),
+        (["x", "--op", "attend", "--ops", "--time"], "--ops slows every stage down, so --time would measure that"),
+        (["x", "--verify", "--explain", "T"], "--explain and --verify are answers of different kinds"),
+        (["--explain", "T", "--annotate", "rope.py"], "--explain and --annotate are answers of different kinds"),
+        (["--verify"], "a prompt is missing"),
+        (["--explain", ""], "'' is no word of the trace"),
+        (["--annotate", ""], "--annotate"),
+        (["--dry-run", "--lens", "4", "--explain", "T", "--special"], "it cannot use --explain, --special"),
+        (["--dry-run", "--lens", "4", "--max-tokens", "3", "--ignore-eos"], "it cannot use --max-tokens, --ignore-eos"),
         (["--dry-run", "--config", "llama-3-9b", "--lens", "4"], "'llama-3-9b' is no preset; did you mean llama-3-8b"),
         (["--dry-run", "--config", "llama-3-8b", "--lens", "4,x"], "lens '4,x' is not understood"),
         (["--explain", "cu_seqlen_q"], "cu_seqlens_q"),
@@ -185,6 +195,10 @@ def test_a_refused_run_leaves_no_file(run_trace, tmp_path):
     path = tmp_path / "new.jsonl"
     assert run_trace("Hello there", "--num-blocks", "2", "--block-size", "1", "--json", str(path))[0] == 2
     assert not path.exists()
+    page = tmp_path / "page.html"
+    page.write_text("an older page")
+    assert run_trace("Hi", "--max-tokens", "1", "--html", str(page), "--step", "9")[0] == 2
+    assert page.read_text() == "an older page"
     code, _, err = run_trace("Hi", "--max-tokens", "1", "--json", "-", "--step", "9")
     assert (code, err) == (2, "tinyllm: --step names step 9; this run has steps 0 to 0\n")
 
@@ -248,11 +262,13 @@ def test_the_records_can_be_read_without_the_program(tiny_llm):
     with trace() as t:
         tiny_llm().generate(["abc", "de"], SamplingParams(max_tokens=1))
     header, step, _ = t.to_json()
-    for operation in step["ops"]:
+    whole = [operation for operation in step["ops"] if operation["same_as"] is None]
+    assert {operation["op"] for operation in whole} == {operation["op"] for operation in step["ops"]}
+    for operation in whole:
         sizes = step["dims"] | operation.get("dims", {})
         for tensor in operation["in"] + operation["out"]:
             assert [evaluate(symbol, sizes) for symbol in tensor["sym"]] == tensor["shape"]
-    words = set(re.findall(r"[a-z]\w+", " ".join(operation["flops"]["formula"] for operation in step["ops"])))
+    words = set(re.findall(r"[a-z]\w+", " ".join(operation["flops"]["formula"] for operation in whole)))
     assert words <= set(header["words"].values())
 
 

@@ -19,8 +19,9 @@ from tinyllm import SamplingParams
 from tinyllm.shapes import WORDS, evaluate
 from tinyllm.trace import collect
 from tinyllm.trace.outputs import JsonOutput
-from tinyllm.trace.record import RunSums, StepRecord, to_symbol
+from tinyllm.trace.record import StepRecord, to_symbol
 from tinyllm.trace.session import request_label, start_run, trace_steps
+from tinyllm.trace.sums import RunSums
 from tinyllm.trace.to_json import run_to_json, step_to_json
 
 SCHEMA = json.loads((Path(tinyllm.trace.__file__).parent / "schema.json").read_text())
@@ -30,9 +31,21 @@ TINY = Path(__file__).parent.parent / "data" / "tiny"
 def test_json_follows_the_schema(traced):
     _, steps = traced
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert len(steps) == 4
     for step in steps:
         record = json.loads(json.dumps(step_to_json(step)))
         jsonschema.validate(record, SCHEMA)
+
+
+def whole_rows(record: dict) -> list[dict]:
+    """The rows of a step with all that a reader knows of them: what one leaves out stands in the row that it names."""
+    named = {" ".join(filter(None, (row["path"], row["op"], row["request"]))): row for row in record["ops"]}
+    rows = []
+    for row in record["ops"]:
+        first = named[row["same_as"]] if row["same_as"] else {}
+        parts = {name: {**first.get(name, {}), **row[name]} for name in ("flops", "bytes")}
+        rows.append({**first, **row, **parts})
+    return rows
 
 
 def sizes_of(record: dict, operation: dict) -> dict[str, int]:
@@ -45,7 +58,7 @@ def check_all_symbols(steps: Sequence[StepRecord]) -> set[str]:
     """Every symbol of every tensor of every row evaluates to its size, and every FLOP formula to its value."""
     symbols: set[str] = set()
     for record in map(step_to_json, steps):
-        for operation in record["ops"]:
+        for operation in whole_rows(record):
             sizes = sizes_of(record, operation)
             for tensor in (*operation["in"], *operation["out"], *operation.get("locals", ())):
                 assert [evaluate(symbol, sizes) for symbol in tensor["sym"]] == tensor["shape"], (operation, tensor)
@@ -78,7 +91,7 @@ def test_a_linear_that_nobody_names_has_its_words_in_its_row(tiny_llm, monkeypat
     llm = tiny_llm(max_model_len=32)
     steps = list(trace_steps(llm, llm.make_requests([[1, 2, 3], [4]], SamplingParams(max_tokens=2))))
     assert check_all_symbols(steps) >= {"Hin", "Hout", "h"}
-    rows = {operation["op"]: operation for operation in step_to_json(steps[0])["ops"]}
+    rows = {operation["op"]: operation for operation in whole_rows(step_to_json(steps[0]))}
     assert rows["o_proj"]["dims"] == {"Hin": 64, "Hout": 64} and rows["rope k"]["dims"] == {"h": 2}
 
 
@@ -96,8 +109,9 @@ def test_which_dims_a_row_has_of_its_own(traced):
 
 def test_a_cache_write_says_which_slots_of_the_pool_it_wrote(traced):
     _, steps = traced
+    assert len(steps) == 4
     for record in map(step_to_json, steps):
-        rows = [operation for operation in record["ops"] if operation["kind"] == "cache write" and operation["out"]]
+        rows = [row for row in record["ops"] if row["kind"] == "cache write" and not row["same_as"]]
         (row,) = rows  # equal layers refer to the first
         (pool,) = row["out"]
         assert (pool["name"], pool["storage"], pool["sym"]) == ("layer_kv", "kv_pool", ["2", "NB", "bs", "nk", "d"])
@@ -105,13 +119,15 @@ def test_a_cache_write_says_which_slots_of_the_pool_it_wrote(traced):
         slots = record[where][name]
         values_written = 2 * len(slots) * pool["shape"][3] * pool["shape"][4]
         assert row["bytes"]["write"] == 4 * values_written and max(slots) < pool["shape"][1] * pool["shape"][2]
-        others = [tensor for o in record["ops"] for tensor in (*o["in"], *o["out"]) if tensor is not pool]
+        others = [tensor for o in whole_rows(record) for tensor in (*o["in"], *o["out"]) if tensor != pool]
         assert not any("written_at" in tensor for tensor in others)
 
 
 def test_every_row_has_an_input_and_an_output(traced):
     _, steps = traced
-    for operation in (operation for step in steps for operation in step.operations):
+    operations = [operation for step in steps for operation in step.operations]
+    assert len(operations) > 160
+    for operation in operations:
         assert operation.inputs and operation.outputs, operation.path
 
 
@@ -177,7 +193,9 @@ def test_the_footer_s_totals_are_the_sums_of_the_steps(traced, write):
     totals, parts = footer["totals"], [record["totals"] for record in records[1:-1]]
     for name in ("flops", "bytes"):
         assert totals[name] == sum(part[name] for part in parts) > 0
-    assert totals["traced_ms"] == pytest.approx(sum(part["traced_ms"] for part in parts), abs=0.001 * len(parts))
+    for name in ("traced_ms", "reading_ms"):
+        assert totals[name] == pytest.approx(sum(part[name] for part in parts), abs=0.001 * len(parts))
+    assert all(0 < part["reading_ms"] < part["traced_ms"] for part in parts), "the tracer's own time is a part of it"
     assert totals["intensity"] == round(totals["flops"] / totals["bytes"], 4)
     assert totals["tokens_in"] == sum(record["dims"]["T"] for record in records[1:-1]) == 5 + 3 + 2 * 2
     assert totals["tokens_out"] == sum(s["chosen"] is not None for r in records[1:-1] for s in r["sampling"]) == 6
@@ -199,7 +217,7 @@ def test_a_run_without_steps_has_totals_of_nothing(traced):
     llm, _ = traced
     assert records_of(llm, [])[-1]["totals"] == streamed(llm, [])[-1]["totals"] == {
         "flops": 0, "flops_is_lower_bound": False, "bytes": 0, "intensity": None, "tokens_in": 0, "tokens_out": 0,
-        "traced_ms": 0.0, "steps": {}}  # fmt: skip
+        "traced_ms": 0.0, "reading_ms": 0.0, "steps": {}}  # fmt: skip
 
 
 def test_the_sums_of_the_phases_are_those_of_the_run(traced):
@@ -213,6 +231,14 @@ def test_the_sums_of_the_phases_are_those_of_the_run(traced):
     assert [part.num_tokens for part in sums.phases.values()] == [8, 4]
 
 
+def first_row(record: dict) -> dict:
+    return next(row for row in record["ops"] if row["same_as"] is None)
+
+
+def shared_row(record: dict) -> dict:
+    return next(row for row in record["ops"] if row["same_as"])
+
+
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
@@ -223,7 +249,21 @@ def test_the_sums_of_the_phases_are_those_of_the_run(traced):
         (-1, lambda r: r["totals"].pop("tokens_out")),
         (-1, lambda r: r["totals"].update(words=1)),
         (-1, lambda r: r["totals"]["steps"].update(warm_up=1)),
+        (-1, lambda r: r["totals"].pop("reading_ms")),
+        (1, lambda r: r["totals"].pop("reading_ms")),
+        (1, lambda r: r["totals"].update(time=1)),
         (1, lambda r: r["ops"][0]["out"][0].update(written_at="batch.positions")),
+        (1, lambda r: first_row(r).pop("expr")),
+        (1, lambda r: first_row(r).pop("in")),
+        (1, lambda r: first_row(r)["flops"].pop("formula")),
+        (1, lambda r: first_row(r)["bytes"].pop("formula")),
+        (1, lambda r: first_row(r).pop("same_as")),
+        (1, lambda r: shared_row(r).update(expr="again")),
+        (1, lambda r: shared_row(r).update(dims={"s": 1})),
+        (1, lambda r: shared_row(r)["flops"].update(formula="again")),
+        (1, lambda r: shared_row(r)["bytes"].update(formula="again")),
+        (1, lambda r: shared_row(r)["flops"].pop("value")),
+        (1, lambda r: shared_row(r)["bytes"].pop("read")),
     ],
 )
 def test_the_schema_is_strict(traced, kind, change):
@@ -252,8 +292,10 @@ def test_a_helper_s_words_are_told_in_the_model_s(traced):
 
 def test_totals_are_the_sums_of_the_rows(traced):
     _, steps = traced
+    assert len(steps) == 4
     for step in steps:
         record = step_to_json(step)
+        assert len(record["ops"]) > 30
         assert record["totals"]["flops"] == sum(o["flops"]["value"] for o in record["ops"])
         assert record["totals"]["bytes"] == sum(o["bytes"]["read"] + o["bytes"]["write"] for o in record["ops"])
         by_layer = [sum(o.flops or 0 for o in step.layer(i)) for i in (None, 0, 1)]
@@ -263,6 +305,7 @@ def test_totals_are_the_sums_of_the_rows(traced):
 def test_the_batch_s_invariants(traced):
     llm, steps = traced
     block_size = llm.engine.cache_config.block_size
+    assert len(steps) == 4
     for step in steps:
         record = step_to_json(step)
         batch = record["batch"]
@@ -280,16 +323,47 @@ def test_the_batch_s_invariants(traced):
 
 def test_equal_layers_refer_to_the_first_and_nothing_else_does(traced):
     _, steps = traced
+    assert len(steps) == 4
     for step in steps:
         operations = step_to_json(step)["ops"]
         names = [" ".join(filter(None, (o["path"], o["op"], o["request"]))) for o in operations]
         assert len(set(names)) == len(names), "a row has a name of its own"
+        num_shared = 0
         for name, operation in zip(names, operations, strict=True):
             if operation["layer"] == 1 and "input_layernorm.add_residual" not in name:
                 assert operation["same_as"] == name.replace("layers.1.", "layers.0.")
-                assert not operation["in"] and not operation["out"]
+                num_shared += 1
             else:
                 assert operation["same_as"] is None and operation["in"] + operation["out"], name
+        assert num_shared > 10
+
+
+def test_a_row_that_refers_to_another_says_only_what_its_place_and_sums_need(traced):
+    _, steps = traced
+    own = {"seq", "path", "op", "kind", "layer", "request", "flops", "bytes", "same_as"}
+    assert len(steps) == 4
+    for record in map(step_to_json, steps):
+        shared = [row for row in record["ops"] if row["same_as"]]
+        assert len(shared) > 10
+        for row in shared:
+            assert row.keys() == own
+            assert (row["flops"].keys(), row["bytes"].keys()) == ({"value"}, {"read", "write"})
+
+
+@pytest.mark.parametrize("asked", [{}, {"times": True, "kernels": True}])
+def test_what_it_leaves_out_is_what_it_would_say_alone(traced, asked):
+    """A layer's rows, written as if no layer were before it, but for where each stands."""
+    llm, steps = traced
+    if asked:
+        steps = list(trace_steps(llm, llm.make_requests([[1, 2, 3]], SamplingParams(max_tokens=2)), **asked))
+    assert len(steps) >= 2
+    for step in steps:
+        alone = replace(step, operations=tuple(step.layer(1)))
+        rows = [row for row in whole_rows(step_to_json(step)) if row["layer"] == 1]
+        assert len(rows) > 10 and any(row["same_as"] for row in rows)
+        for row, expected in zip(rows, step_to_json(alone)["ops"], strict=True):
+            assert expected["same_as"] is None
+            assert {**row, "seq": expected["seq"], "same_as": None} == expected
 
 
 def test_the_json_of_requests_blocks_and_samples(traced):
@@ -336,6 +410,7 @@ def test_symbols(word, symbol):
 def test_a_symbol_is_an_expression_over_symbols():
     """2*I, nq*d and d/2 need no entry of their own in a record's dims."""
     simple = {word.symbol: 6 for word in WORDS.values() if word.symbol.isidentifier()}
+    assert 20 < len(simple) < len(WORDS)
     assert all(evaluate(word.symbol, simple) is not None for word in WORDS.values())
 
 

@@ -5,18 +5,23 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jaxtyping
 import pytest
 import torch
 
 from tinyllm import SamplingParams
+from tinyllm.batch import build_batch
 from tinyllm.bench.__main__ import count_visited_frames
+from tinyllm.engine import Engine
 from tinyllm.layers.attention import reference
 from tinyllm.layers.norm import RMSNorm, rms_norm
 from tinyllm.model import Decoder
-from tinyllm.trace import Recorder
-from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, _inherited_words, self_test
+from tinyllm.trace import Recorder, trace
+from tinyllm.trace import recorder as recorder_module
+from tinyllm.trace.reading import Sources, inherited_words
+from tinyllm.trace.recorder import TENSOR_MODULES, Call, TraceError, self_test
 
 
 @pytest.fixture
@@ -103,13 +108,13 @@ def test_no_tensor_outlives_the_block_because_of_the_trace():
     assert recorder.calls[0].name == "rms_norm"
 
 
-def test_an_argument_is_read_before_its_name_means_something_else(monkeypatch, tmp_path):
-    scope = write_module(tmp_path, monkeypatch, """
+def test_an_argument_is_read_before_its_name_means_something_else(tmp_path):
+    scope = write_module(tmp_path, """
 def turn(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "hidden_size num_tokens"]:
     x = x.T
     return x
 """)  # fmt: skip
-    with Recorder() as recorder:
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         scope["turn"](torch.zeros(2, 5))
     x = recorder.calls[0].value("x")
     assert x and x.sizes == (2, 5)
@@ -160,6 +165,7 @@ def test_off_no_frame_is_visited(tiny_llm):
 def test_only_tensor_modules_are_traced(step):
     _, recorder = step
     files = {call.spec.file for call in recorder.walk()}
+    assert len(files) > 10
     assert all(any(part in TENSOR_MODULES for part in file.parts) for file in files)
 
 
@@ -184,19 +190,18 @@ def test_an_interpreter_that_hides_frames_is_refused_in_one_line(monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def write_module(tmp_path, monkeypatch, body: str) -> dict:
-    """A module that the recorder takes for tinyllm/batch.py."""
+def write_module(tmp_path, body: str) -> dict:
+    """The names of a module that a recorder of `Sources(tmp_path)` takes for tinyllm/batch.py."""
     source = tmp_path / "batch.py"
     source.write_text("import torch\nfrom jaxtyping import Float\nfrom torch import Tensor\n" + body)
-    monkeypatch.setattr("tinyllm.trace.recorder.PACKAGE", tmp_path)
     scope: dict = {}
     exec(compile(source.read_text(), str(source), "exec"), scope)
     return scope
 
 
-def test_a_name_takes_a_call_s_words_only_where_it_is_that_call_s_result(tmp_path, monkeypatch):
+def test_a_name_takes_a_call_s_words_only_where_it_is_that_call_s_result(tmp_path):
     """The memory of a dead result is given to the next tensor: the same identity, another thing."""
-    scope = write_module(tmp_path, monkeypatch, """
+    scope = write_module(tmp_path, """
 def f(x: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "num_tokens hidden_size"]:
     return x + 1
 
@@ -209,15 +214,15 @@ def g(x: Float[Tensor, "num_tokens hidden_size"]) -> None:
     del same
 """)  # fmt: skip
     for _ in range(20):
-        with Recorder() as recorder:
+        with Recorder(sources=Sources(tmp_path)) as recorder:
             scope["g"](torch.zeros(3, 3))
         words = {value.name: value.words for value in recorder.calls[0].values}
         assert (words["h"], words["z"], words["w"]) == (None, None, None)
 
 
-def test_generators_have_no_rows(tmp_path, monkeypatch):
-    scope = write_module(tmp_path, monkeypatch, "def rows(x):\n    for row in x:\n        yield row\n")
-    with Recorder() as recorder:
+def test_generators_have_no_rows(tmp_path):
+    scope = write_module(tmp_path, "def rows(x):\n    for row in x:\n        yield row\n")
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         list(scope["rows"](torch.zeros(2, 3)))
     assert recorder.calls == []
 
@@ -231,9 +236,9 @@ def test_a_batch_is_not_kept_alive_by_its_trace(tiny_llm):
     assert batch() is None and recorder.calls
 
 
-def test_an_argument_s_dead_tensor_lends_its_words_to_nobody(tmp_path, monkeypatch):
+def test_an_argument_s_dead_tensor_lends_its_words_to_nobody(tmp_path):
     """``a, b = f(g(y))``: both calls stand on the line, and g's result may have had the identity that b has now."""
-    scope = write_module(tmp_path, monkeypatch, """
+    scope = write_module(tmp_path, """
 def g(y: Float[Tensor, "num_tokens hidden_size"]) -> Float[Tensor, "2 num_tokens"]:
     return y.T[:2]
 
@@ -245,7 +250,7 @@ def f(z: Float[Tensor, "2 num_tokens"]) -> tuple[Float[Tensor, " num_tokens"], F
 def h(y: Float[Tensor, "num_tokens hidden_size"]) -> None:
     a, b = f(g(y))
 """)  # fmt: skip
-    with Recorder() as recorder:
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         scope["h"](torch.zeros(3, 4))
     (call,) = recorder.calls
     inner, outer = call.children
@@ -256,16 +261,16 @@ def h(y: Float[Tensor, "num_tokens hidden_size"]) -> None:
     value = torch.zeros(3)
     outer.values[:] = [replace(v, identity=id(value)) if v.name == "result[1]" else v for v in outer.values]
     inner.values[:] = [replace(v, identity=id(value)) for v in inner.values]
-    assert _inherited_words(call, call.spec.call_lines["b"], value) == ("num_tokens",)
+    assert inherited_words(call, call.spec.call_lines["b"], value) == ("num_tokens",)
 
 
-def test_equal_code_of_another_file_is_not_taken_for_a_layer_s(tmp_path, monkeypatch):
+def test_equal_code_of_another_file_is_not_taken_for_a_layer_s(tmp_path):
     """Code objects of equal text are equal, so nothing may be looked up by them alone."""
-    scope = write_module(tmp_path, monkeypatch, "def f(x):\n    return x + 1\n")
+    scope = write_module(tmp_path, "def f(x):\n    return x + 1\n")
     foreign: dict = {}
     exec(compile((tmp_path / "batch.py").read_text(), str(tmp_path / "elsewhere.py"), "exec"), foreign)
     assert foreign["f"].__code__ == scope["f"].__code__
-    with Recorder() as recorder:
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         foreign["f"](torch.zeros(2))
         scope["f"](torch.zeros(3))
         foreign["f"](torch.zeros(4))
@@ -282,6 +287,7 @@ def test_what_a_call_can_be_asked_for_by(step):
 
 def test_times_nest(step):
     _, recorder = step
+    assert sum(1 for _ in recorder.walk()) > 40
     for call in recorder.walk():
         assert call.elapsed_ns > 0
         assert sum(child.elapsed_ns for child in call.children) <= call.elapsed_ns
@@ -335,9 +341,9 @@ def cut(x: Float[Tensor, "num_tokens head_dim"]) -> list[Float[Tensor, "_query_l
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_the_tensors_of_a_list_are_values_of_their_own(tmp_path, monkeypatch, kind):
-    scope = write_module(tmp_path, monkeypatch, LISTS)
-    with Recorder() as recorder:
+def test_the_tensors_of_a_list_are_values_of_their_own(tmp_path, kind):
+    scope = write_module(tmp_path, LISTS)
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         scope["join"](kind([torch.zeros(5, 4), torch.zeros(8, 4)]), [torch.zeros(9)])
     facts = [(v.name, v.item, v.role, v.words, v.sizes) for v in recorder.calls[0].values]
     words = ("query_len", "head_dim")
@@ -349,20 +355,184 @@ def test_the_tensors_of_a_list_are_values_of_their_own(tmp_path, monkeypatch, ki
     ], "others has no words, and so no rows"
 
 
-def test_the_tensors_of_a_result_that_is_a_list_too(tmp_path, monkeypatch):
-    scope = write_module(tmp_path, monkeypatch, LISTS)
-    with Recorder() as recorder:
+def test_the_tensors_of_a_result_that_is_a_list_too(tmp_path):
+    scope = write_module(tmp_path, LISTS)
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         scope["cut"](torch.zeros(3, 4))
     results = [(v.name, v.item, v.sizes) for v in recorder.calls[0].values if v.role == "result"]
     assert results == [("result[0]", 0, (1, 4)), ("result[1]", 1, (2, 4))]
 
 
-def test_no_tensor_of_a_list_outlives_the_block(tmp_path, monkeypatch):
-    scope = write_module(tmp_path, monkeypatch, LISTS)
+def test_no_tensor_of_a_list_outlives_the_block(tmp_path):
+    scope = write_module(tmp_path, LISTS)
     pieces = [torch.zeros(5, 4)]
     reference_to_piece = weakref.ref(pieces[0])
-    with Recorder() as recorder:
+    with Recorder(sources=Sources(tmp_path)) as recorder:
         scope["join"](pieces, [])
     del pieces
     gc.collect()
     assert reference_to_piece() is None and recorder.calls[0].value("pieces[0]")
+
+
+def count_live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_a_hundred_steps_inside_a_block_keep_no_tensor(tiny_llm):
+    llm = tiny_llm(max_model_len=128)
+    counts = []
+    with trace() as t:
+        for _ in llm.stream([1, 2], SamplingParams(max_tokens=110, ignore_eos=True)):
+            counts.append(count_live_tensors() if len(t.steps) in (10, 110) else 0)
+    assert len(t.steps) == len(counts) == 110
+    assert counts[9] > 0 and counts[9] == counts[109]
+
+
+def test_calls_outside_all_steps_keep_no_tensor_either():
+    with Recorder() as recorder:
+        build_batch([[1, 2]], [0], [[1]], 4)
+        before = count_live_tensors()
+        for _ in range(20):
+            build_batch([[1, 2]], [0], [[1]], 4)
+        assert count_live_tensors() == before
+    shown = [value.name for call in recorder.walk() for value in call.values if value.role == "field"]
+    assert shown.count("slot_mapping") == 21
+
+
+def test_a_batch_that_stands_where_a_dead_one_stood_is_shown(tiny_llm):
+    engine = tiny_llm().engine
+    batch, dead = build_batch([[9, 8, 7]], [0], [[1]], engine.cache_config.block_size), weakref.ref(torch.zeros(1))
+    with Recorder() as recorder:
+        recorder._seen_dataclasses[id(batch)] = dead
+        engine.model(batch, engine.kv_cache)
+    shown = [value.name for call in recorder.walk() for value in call.values if value.role == "field"]
+    assert dead() is None and shown.count("slot_mapping") == 1
+
+
+def test_a_batch_that_two_steps_share_is_shown_in_each(tiny_llm, monkeypatch):
+    """Its fields are rows once a step, not once a block."""
+    llm = tiny_llm()
+    llm.engine.add_request(llm.make_requests([[9, 8, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0])
+    batch = build_batch([[9, 8, 7]], [0], [[1]], llm.engine.cache_config.block_size)
+    monkeypatch.setattr(Engine, "build_batch", lambda self, schedule: batch)
+    shown: list[list[str]] = []
+
+    def on_step(frame, result, calls, *_):
+        every = (call for root in calls for call in root.walk())
+        shown.append([call.name for call in every for v in call.values if (v.name, v.role) == ("positions", "field")])
+
+    with Recorder(on_step):
+        for _ in range(2):
+            llm.engine.step()
+    assert shown == [["build_sampling_batch", "attend_batch"]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:this block's trace function was replaced")  # Python drops it with the error
+def test_an_error_in_who_is_told_of_a_step_leaves_the_operators_watched(tiny_llm):
+    def on_step(*_):
+        raise RuntimeError("told")
+
+    llm = tiny_llm()
+    llm.engine.add_request(llm.make_requests([[9, 8, 7]])[0])
+    recorder = Recorder(on_step, kernels=True)
+    with recorder, pytest.raises(RuntimeError, match="told"):
+        llm.engine.step()
+    assert recorder._kernel_watch and not recorder._kernel_watch.is_paused
+
+
+def test_code_is_foreign_to_the_files_that_it_is_foreign_to(tmp_path):
+    """What one recorder has found to be none of its files is looked at by a recorder of others."""
+    scope = write_module(tmp_path, "def f(x):\n    return x + 1\n")
+    with Recorder() as ours:
+        scope["f"](torch.zeros(2))
+    with Recorder(sources=Sources(tmp_path)) as theirs:
+        scope["f"](torch.zeros(2))
+        rms_norm(torch.zeros(3, 4), torch.ones(4), 1e-5)
+    assert ours.calls == [] and [call.name for call in theirs.calls] == ["f"]
+
+
+# --- times --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still unless told: clock.ns is what it shows."""
+    clock = SimpleNamespace(ns=0)
+    still = SimpleNamespace(perf_counter_ns=lambda: clock.ns, perf_counter=lambda: clock.ns / 1e9)
+    monkeypatch.setattr("tinyllm.trace.recorder.time", still)
+    return clock
+
+
+NESTED = """
+def inner(x):
+    spend(30)
+    return x
+
+
+def outer(x):
+    spend(5)
+    y = inner(inner(x))
+    spend(7)
+    return y
+"""
+
+
+def test_a_call_s_time_leaves_out_what_the_recorder_read_meanwhile(tmp_path, monkeypatch, clock):
+    def describe(*arguments):
+        clock.ns += 1000
+        return true_describe(*arguments)
+
+    true_describe = recorder_module.describe
+    monkeypatch.setattr(recorder_module, "describe", describe)
+    scope = write_module(tmp_path, NESTED)
+    scope["spend"] = lambda ns: setattr(clock, "ns", clock.ns + ns)
+    with Recorder(sources=Sources(tmp_path)) as recorder:
+        scope["outer"](torch.zeros(2))
+    (outer,) = recorder.calls
+    assert [call.elapsed_ns for call in outer.walk()] == [5 + 2 * 30 + 7, 30, 30]
+    num_read = sum(len(call.values) for call in outer.walk())
+    assert num_read == 7 and outer.reading_ns == 4 * 1000, "its own three values are read behind its end"
+    assert recorder.reading_ms == num_read * 1000 / 1e6
+
+
+def test_finding_out_what_a_frame_is_counts_as_reading(tmp_path, monkeypatch, clock):
+    """The first call of a function may parse its file."""
+
+    def find_reader(self, code):
+        clock.ns += 1000
+        return true_find(self, code)
+
+    true_find = Sources.find_reader
+    monkeypatch.setattr(Sources, "find_reader", find_reader)
+    scope = write_module(tmp_path, NESTED)
+    scope["spend"] = lambda ns: None
+    with Recorder(sources=Sources(tmp_path)) as recorder:
+        scope["outer"](torch.zeros(2))
+        scope["outer"](torch.zeros(2))
+    found = {call.name for call in recorder.walk()}
+    assert found == {"outer", "inner"}
+    assert recorder.reading_ms * 1e6 >= 3 * 1000, "outer, inner and the foreign spend, once each"
+    assert [call.elapsed_ns for call in recorder.walk()] == [0] * 6
+
+
+def test_a_step_s_reading_is_its_own(tiny_llm, monkeypatch, clock):
+    """Not that of the steps before it, and less than the step took."""
+
+    def read_locals(self, *arguments):
+        clock.ns += 1000
+        return true_read(self, *arguments)
+
+    true_read = Recorder._read_locals
+    monkeypatch.setattr(Recorder, "_read_locals", read_locals)
+    seen = []
+    llm = tiny_llm()
+    llm.engine.add_request(llm.make_requests([[9, 8, 7]], SamplingParams(max_tokens=3, ignore_eos=True))[0])
+    with Recorder(lambda frame, result, calls, traced, read: seen.append((calls, traced, read))):
+        for _ in range(3):
+            llm.engine.step()
+    assert len(seen) == 3
+    for calls, traced_ms, reading_ms in seen:
+        num_calls = sum(1 for root in calls for _ in root.walk())
+        assert num_calls > 40 and reading_ms == pytest.approx(num_calls / 1000)
+        assert traced_ms == pytest.approx(reading_ms), "nothing else took time"

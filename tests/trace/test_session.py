@@ -1,12 +1,13 @@
 """Tracing step by step leaves the engine as it found it, however it ends."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from tinyllm import RequestError, SamplingParams
+from tinyllm import RequestError, SamplingParams, engine
 from tinyllm.model import Decoder
-from tinyllm.trace import recorder, session
+from tinyllm.trace import recorder, session, trace
 from tinyllm.trace.session import trace_steps, warm_up
 
 FIVE = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -49,7 +50,37 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, min_t
 def without_times(step):
     """All that a step's record says but for what a clock said."""
     operations = tuple(replace(operation, time_us=None) for operation in step.operations)
-    return replace(step, operations=operations, traced_ms=0.0)
+    return replace(step, operations=operations, traced_ms=0.0, reading_ms=0.0)
+
+
+@pytest.mark.parametrize("drive", ["trace_steps", "trace"])
+def test_each_step_says_what_of_its_time_was_the_tracer_s_reading(tiny_llm, monkeypatch, drive):
+    """On a clock that stands still but for 2 ms to read each step's one build_batch, and 3 ms to sample."""
+    clock = SimpleNamespace(ns=0)
+    still = SimpleNamespace(perf_counter_ns=lambda: clock.ns, perf_counter=lambda: clock.ns / 1e9)
+
+    def slowly(self, call, *rest):
+        clock.ns += 2_000_000 if call.name == "build_batch" else 0
+        read(self, call, *rest)
+
+    def sample(*arguments):
+        clock.ns += 3_000_000
+        return true_sample(*arguments)
+
+    read, true_sample = recorder.Recorder._read_locals, engine.sample
+    monkeypatch.setattr(recorder.Recorder, "_read_locals", slowly)
+    monkeypatch.setattr(engine, "sample", sample)
+    monkeypatch.setattr(recorder, "time", still)
+    monkeypatch.setattr(session, "time", still)
+    llm = tiny_llm()
+    if drive == "trace":
+        with trace() as t:
+            llm.generate([1, 2, 3], FIVE)
+        steps = t.steps
+    else:
+        steps = list(trace_steps(llm, llm.make_requests([[1, 2, 3]], FIVE)))
+    assert [step.reading_ms for step in steps] == pytest.approx([2.0] * 5)
+    assert [step.traced_ms for step in steps] == pytest.approx([5.0] * 5)
 
 
 @pytest.mark.parametrize("params", [FIVE, SAMPLED])

@@ -13,6 +13,7 @@ from tinyllm import SamplingParams
 from tinyllm.layers.attention import reference
 from tinyllm.layers.norm import rms_norm
 from tinyllm.trace import Recorder, trace, values
+from tinyllm.trace.reading import Sources
 from tinyllm.trace.record import Stats
 from tinyllm.trace.session import trace_steps
 from tinyllm.trace.values import MAX_ROW, NUM_LARGEST, measure, name_matcher, stream_rms
@@ -137,14 +138,16 @@ def test_only_the_wanted_rows_have_stats(tiny_llm, wanted, functions, labels):
 
 
 def test_attention_weights_of_a_row_sum_to_one(tiny_llm):
-    for step in steps_of(tiny_llm(), values="attend"):
-        for row in (row for row in step.operations if row.function == "attend"):
-            weights, masked = row.tensors["weights"].stats, row.tensors["masked"].stats
-            assert weights and masked and len(weights.row) == row.sizes["seq_len"]
-            assert sum(weights.row) == pytest.approx(1.0, abs=1e-6)
-            assert weights.minimum is not None and weights.minimum >= 0 and weights.num_not_finite == 0
-            hidden = row.sizes["num_heads"] * (row.sizes["query_len"] * (row.sizes["query_len"] - 1) // 2)
-            assert masked.num_not_finite == hidden
+    steps = steps_of(tiny_llm(), values="attend")
+    rows = [row for step in steps for row in step.operations if row.function == "attend"]
+    assert len(rows) == 2 * 2 * 2, "steps, requests, layers"
+    for row in rows:
+        weights, masked = row.tensors["weights"].stats, row.tensors["masked"].stats
+        assert weights and masked and len(weights.row) == row.sizes["seq_len"]
+        assert sum(weights.row) == pytest.approx(1.0, abs=1e-6)
+        assert weights.minimum is not None and weights.minimum >= 0 and weights.num_not_finite == 0
+        hidden = row.sizes["num_heads"] * (row.sizes["query_len"] * (row.sizes["query_len"] - 1) // 2)
+        assert masked.num_not_finite == hidden
 
 
 def test_they_are_those_of_the_tensors_that_the_run_had(tiny_llm):
@@ -182,17 +185,22 @@ def test_nothing_is_measured_unless_asked_for(tiny_llm, monkeypatch):
 
     monkeypatch.setattr("tinyllm.trace.recorder.measure", refuse)
     monkeypatch.setattr("tinyllm.trace.recorder.stream_rms", refuse)
-    for step in steps_of(tiny_llm()):
+    steps = steps_of(tiny_llm())
+    assert len(steps) == 2 and len(steps[0].operations) > 30
+    for step in steps:
         assert step.residual_rms == ()
         assert all(tensor.stats is None for row in step.operations for tensor in row.tensors.values())
 
 
 def test_values_bring_the_streams_growth_with_them_unless_told_otherwise(tiny_llm):
-    assert all(step.residual_rms for step in steps_of(tiny_llm(), values="lm_head"))
-    assert not any(step.residual_rms for step in steps_of(tiny_llm(), values="lm_head", residual=False))
+    def growths(**asked):
+        return [len(step.residual_rms) for step in steps_of(tiny_llm(), **asked)]
+
+    assert growths(values="lm_head") == [2, 2], "two layers in each of two steps"
+    assert growths(values="lm_head", residual=False) == [0, 0]
     with trace(values="lm_head") as t:
         tiny_llm().generate([1], TWO)
-    assert all(step.residual_rms for step in t.steps)
+    assert [len(step.residual_rms) for step in t.steps] == [2, 2]
 
 
 def test_equal_layers_stay_equal_whatever_they_hold(tiny_llm):
@@ -222,13 +230,12 @@ def test_a_meta_run_has_rows_but_no_values():
     assert call.kernels and all(value.stats is None for value in call.values)
 
 
-def test_an_argument_that_the_body_rebinds_is_not_measured_as_something_else(tmp_path, monkeypatch):
+def test_an_argument_that_the_body_rebinds_is_not_measured_as_something_else(tmp_path):
     source = tmp_path / "batch.py"
     source.write_text("def f(x):\n    x = x + 1\n    return x\n")
-    monkeypatch.setattr("tinyllm.trace.recorder.PACKAGE", tmp_path)
     scope: dict = {}
     exec(compile(source.read_text(), str(source), "exec"), scope)
-    with Recorder(values="f") as recorder:
+    with Recorder(values="f", sources=Sources(tmp_path)) as recorder:
         scope["f"](torch.zeros(2))
     x, result = recorder.calls[0].value("x"), recorder.calls[0].value("result")
     assert x and x.stats is None

@@ -11,7 +11,7 @@ from tinyllm.options import add_options, add_prompts, read_prompts, whole_number
 from tinyllm.trace.calibrate import Roofline
 from tinyllm.trace.terminal import MAX_WIDTH, MIN_WIDTH, WIDTH, Options, near_stages
 
-TOKEN_BUDGET = 2048
+TOKEN_BUDGET, MAX_TOKENS = 2048, 2
 EXAMPLES = """examples:
   {prog} "The capital of France is"
   {prog} "The capital of France is" "Water boils at 100 degrees" --max-tokens 3 --block-size 4
@@ -36,7 +36,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     add_prompts(parser, nargs="*")
     add_options(
         parser, "--max-tokens", "--temperature", "--seed", "--ignore-eos", "--special", "--model", "--dtype",
-        "--attention", "--block-size", max_tokens=2, attention="reference",
+        "--attention", "--block-size", max_tokens=MAX_TOKENS, attention="reference",
     )  # fmt: skip
     parser.add_argument("--num-blocks", type=whole_number(2), metavar="N",
                         help="KV blocks in the pool, the null block included; few of them force preemptions "
@@ -83,7 +83,7 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--values", action="store_true", help="with --op: what its tensors held, in a few numbers")
     parser.add_argument("--ops", action="store_true", help="with --op: the torch kernels that it ran")
     parser.add_argument("--time", action="store_true",
-                        help="what each stage took, and the least that this machine could take for it")  # fmt: skip
+                        help="what each stage took, and what its bytes from memory or its FLOPs alone take on this machine")  # fmt: skip
     parser.add_argument("--no-calibrate", action="store_true",
                         help="do not measure this machine: no word about what a stage waits for")  # fmt: skip
     parser.add_argument("--width", type=whole_number(MIN_WIDTH, MAX_WIDTH), metavar="N",
@@ -96,10 +96,10 @@ def parse_layers(text: str) -> tuple[int, ...]:
     """``0,29`` as numbers; none for ``all``."""
     if text == "all":
         return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{brief(text)}; expected numbers such as 0,29, or all") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise argparse.ArgumentTypeError(f"{brief(text)}; expected numbers such as 0,29, or all")
+    return tuple(int(part) for part in parts)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -110,11 +110,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     for option, is_given in (("--values", args.values), ("--ops", args.ops)):
         if is_given and args.op is None:
             raise ConfigError(f"{option} shows what lies under one stage; give --op NAME as well")
+    if args.time and args.ops:
+        raise ConfigError("--ops slows every stage down, so --time would measure that; ask for one after the other")
     if not args.dry_run and (args.config or args.lens):
         raise ConfigError("--config and --lens belong to --dry-run, which is missing")
     _check_dry_run(args)
     _check_outputs(args)
-    if not args.prompts and not (args.dry_run or args.annotate or args.explain):
+    if not args.prompts and (args.verify or not (args.dry_run or _modes(args))):
         raise ConfigError("a prompt is missing; expected a text to complete, or - for standard input")
     args.prompts = read_prompts(args.prompts)
     CacheConfig(args.block_size)
@@ -128,10 +130,12 @@ def _check_dry_run(args: argparse.Namespace) -> None:
     surplus = [
         name
         for name, is_given in (
-            ("a prompt", args.prompts), ("--verify", args.verify), ("--annotate", args.annotate),
-            ("--explain", args.explain), ("--time", args.time), ("--values", args.values),
+            ("a prompt", args.prompts), *((mode, True) for mode in _modes(args)),
+            ("--time", args.time), ("--values", args.values),
             ("--num-blocks", args.num_blocks), ("--temperature", args.temperature), ("--seed", args.seed is not None),
             ("--max-num-batched-tokens", args.max_num_batched_tokens != TOKEN_BUDGET),
+            ("--max-tokens", args.max_tokens != MAX_TOKENS), ("--ignore-eos", args.ignore_eos),
+            ("--special", args.special), ("--no-prefix-caching", args.no_prefix_caching),
         )
         if is_given
     ]  # fmt: skip
@@ -141,14 +145,27 @@ def _check_dry_run(args: argparse.Namespace) -> None:
         raise ConfigError("--dry-run needs --lens, the tokens of each request, such as --lens 4,1,1")
 
 
+def _modes(args: argparse.Namespace) -> list[str]:
+    """What is asked for instead of the trace."""
+    asked = {"--explain": args.explain is not None, "--annotate": args.annotate is not None, "--verify": args.verify}
+    return [option for option, is_asked in asked.items() if is_asked]
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     """Each output has a place of its own, and something to be written there."""
-    mode = "--explain" if args.explain else "--annotate" if args.annotate else "--verify" if args.verify else ""
+    modes = _modes(args)
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} are answers of different kinds; expected one of them")
+    mode = "".join(modes)
     for option, path in (("--json", args.json), ("--html", args.html)):
         if mode and path is not None and (mode, option) != ("--annotate", "--html"):
             raise ConfigError(f"{option} writes a trace, and {mode} prints none; leave one of them out")
-    if args.json is not None and args.json == args.html:
+    if args.json is not None and args.html is not None and _place(args.json) == _place(args.html):
         raise ConfigError(f"--json and --html both name {brief(args.json)}; expected two places")
+
+
+def _place(path: str) -> str:
+    return path if path == "-" else os.path.realpath(path)
 
 
 def check_writable(option: str, path: str | None) -> None:

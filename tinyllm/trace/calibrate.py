@@ -1,7 +1,7 @@
 """This machine's roofline: how fast it multiplies and how fast it reads memory, measured in under a second.
 
-The two bound every stage: it takes at least its FLOPs over the one and its bytes over the other (Williams, Waterman and
-Patterson, CACM 2009). The larger of the two says what it waits for.
+The two bound every stage: it takes at least its FLOPs over the one and, where nothing lies in a cache, its bytes over the
+other (Williams, Waterman and Patterson, CACM 2009). `costs.bound_by` and `costs.bound_us` say which of the two it waits for, and how long.
 """
 
 import contextlib
@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-
-from tinyllm.trace.record import Operation
 
 MATMUL_SIZE = 768  # rows and columns of a square product that fits the caches and fills the vector units
 SUM_VALUES = 2**25  # 128 MiB in float32: beyond the caches of most machines
@@ -27,7 +25,7 @@ MAX_SECONDS = 0.3  # of each of the two measurements, once one round is done
 
 @dataclass(frozen=True)
 class Roofline:
-    """The peaks of a machine, for float32 and the number of threads it was measured with."""
+    """The peaks of a machine, for the dtype and the number of threads it was measured with."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -38,39 +36,26 @@ class Roofline:
         return self.flops_per_s / self.bytes_per_s
 
 
-def bound(operation: Operation, roofline: Roofline) -> Literal["memory", "compute"] | None:
-    """What the row waits for; None where it moves nothing or its FLOPs are unknown."""
-    if operation.intensity is None:
-        return None
-    return "memory" if operation.intensity < roofline.ridge else "compute"
-
-
-def bound_us(operation: Operation, roofline: Roofline) -> float | None:
-    """The least microseconds that the row could take on this machine; None where its FLOPs are unknown."""
-    if operation.flops is None:
-        return None
-    return 1e6 * max(operation.flops / roofline.flops_per_s, operation.num_bytes / roofline.bytes_per_s)
-
-
-def measured_roofline(use_cache: bool = True) -> Roofline:
+def measured_roofline(dtype: torch.dtype = torch.float32, use_cache: bool = True) -> Roofline:
     """Measure the machine with torch's current number of threads, or read what an earlier run measured.
 
-    The figures lie in the user's cache folder, one for each machine, torch version and number of threads; where that
+    The figures lie in the user's cache folder, one for each machine, torch version, number of threads and dtype, as
+    products of narrow numbers may be faster; where that
     cannot be read or written, every run measures. use_cache False measures anew, and remembers that.
     """
-    path, key = cache_file(), _cache_key()
+    path, key = cache_file(), _cache_key(dtype)
     known = _read_cache(path)
     if use_cache and (found := _read_roofline(known.get(key))):
         return found
-    roofline = measure_roofline()
+    roofline = measure_roofline(dtype)
     _write_cache(path, {**known, key: [roofline.flops_per_s, roofline.bytes_per_s]})
     return roofline
 
 
-def measure_roofline() -> Roofline:
+def measure_roofline(dtype: torch.dtype = torch.float32) -> Roofline:
     """Both peaks by the best of a few rounds: whatever else the machine does can only slow a round down."""
     with torch.inference_mode():
-        square = torch.full((MATMUL_SIZE, MATMUL_SIZE), 0.5)
+        square = torch.full((MATMUL_SIZE, MATMUL_SIZE), 0.5, dtype=dtype)
         product = torch.empty_like(square)
         matmul_s = _best_seconds(lambda: torch.mm(square, square, out=product))
         values = torch.ones(SUM_VALUES)
@@ -101,9 +86,10 @@ def cache_file() -> Path:
     return base / "tinyllm" / "roofline.json"
 
 
-def _cache_key() -> str:
+def _cache_key(dtype: torch.dtype) -> str:
     machine = f"{platform.node()} {platform.machine()} {os.cpu_count()} cpus"
-    return f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{machine}, torch {torch.__version__}, {threads}, {str(dtype).removeprefix('torch.')}"
 
 
 def _read_cache(path: Path) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from itertools import groupby
 from typing import Any
 
 from tinyllm.shapes import WORDS
+from tinyllm.trace.calls import Call, Value
 from tinyllm.trace.costs import STAGES, Stage, count
 from tinyllm.trace.dims import FunctionSpec, Words
 from tinyllm.trace.ledger import Ledger
+from tinyllm.trace.reading import PACKAGE
 from tinyllm.trace.record import Operation, TensorRecord
-from tinyllm.trace.recorder import PACKAGE, Call, Value
 
 MAX_RUNS = 2  # of equal shapes in a list that a row spells out
 Rows = dict[Any, dict[str, Operation]]  # by all that a row follows from, and then by its path

@@ -26,6 +26,7 @@ from tinyllm.trace.record import StepRecord
 from tinyllm.trace.recorder import self_test
 from tinyllm.trace.session import answer_record, prompt_record, request_label, start_run, trace_steps
 from tinyllm.trace.terminal import MAX_WIDTH, Options
+from tinyllm.trace.text import show_count
 from tinyllm.trace.verify import import_transformers, verify
 from tinyllm.weights.load import LoadedModel, load_model
 
@@ -108,7 +109,7 @@ def _verify(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> 
 
 def _trace(llm: LLM, requests: Sequence[Request], args: argparse.Namespace) -> None:
     with working("measuring this machine"):
-        roofline = None if args.no_calibrate else measured_roofline()
+        roofline = None if args.no_calibrate else measured_roofline(llm.engine.kv_cache.kv.dtype)
     options = view_options(args, llm.loaded.config.num_layers, terminal_width(), roofline)
     with contextlib.ExitStack() as files:
         trace_run(llm, requests, args, make_outputs(args, options, files), options.ridge)
@@ -147,7 +148,7 @@ def _count_blocks(args: argparse.Namespace, ends: Sequence[int]) -> int:
         return 1 + sum(needs)
     if args.num_blocks <= max(needs):
         raise ConfigError(
-            f"--num-blocks {args.num_blocks} holds {(args.num_blocks - 1) * args.block_size} tokens beside the null block; "
+            f"--num-blocks {args.num_blocks} holds {show_count((args.num_blocks - 1) * args.block_size, 'token')} beside the null block; "
             f"a prompt and its answer may take {max(ends)}, so expected at least {1 + max(needs)}"
         )
     return args.num_blocks
@@ -199,7 +200,7 @@ def make_outputs(args: argparse.Namespace, options: Options, files: contextlib.E
     if args.json is not None:
         outputs.append(JsonOutput(_open(args.json, files)))
     if args.html is not None:
-        outputs.append(HtmlOutput(_open(args.html, files), options.ridge))
+        outputs.append(HtmlOutput(lambda: _open(args.html, files), options.ridge))
     if "-" not in (args.json, args.html):
         outputs.append(TextOutput(args, options, make_console()))
     return outputs

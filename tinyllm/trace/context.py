@@ -1,5 +1,6 @@
 """``with trace() as t:`` records every engine step that this thread makes in the block, and can say what it saw."""
 
+import difflib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +11,14 @@ from tinyllm.engine import Engine
 from tinyllm.errors import RequestError, brief
 from tinyllm.llm import LLM
 from tinyllm.request import Request
+from tinyllm.trace.calls import Call
 from tinyllm.trace.html import render_fragment
 from tinyllm.trace.ledger import LedgerError
-from tinyllm.trace.record import Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
-from tinyllm.trace.recorder import Call, Recorder, TraceError
+from tinyllm.trace.record import AnswerRecord, Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
+from tinyllm.trace.recorder import Recorder, TraceError
 from tinyllm.trace.session import StepReader, answer_record, prompt_record, start_run, token_text
 from tinyllm.trace.terminal import check_wanted, render_run
+from tinyllm.trace.text import show_count
 from tinyllm.trace.to_json import run_to_json
 from tinyllm.trace.values import Wanted
 
@@ -31,6 +34,11 @@ class _Source:
     reader: StepReader
     requests: dict[str, Request] = field(default_factory=dict)  # by label
     steps: list[StepRecord] = field(default_factory=list)
+    answers: tuple[AnswerRecord, ...] | None = None  # as they were when the block ended; a stream may go on outside
+
+    def read_answers(self) -> tuple[AnswerRecord, ...]:
+        """What each request has given so far."""
+        return tuple(answer_record(self.llm, label, request) for label, request in self.requests.items())
 
 
 class Trace:
@@ -81,12 +89,14 @@ class Trace:
         for trace in _active():
             trace.calls += self._recorder.calls
         _active().remove(self)
+        for source in self._sources:
+            source.answers = source.read_answers()
         if error is None and self._error is not None:
             raise self._error
 
     # --- recording -----------------------------------------------------------------------------------------------------
 
-    def _on_step(self, frame: FrameType, output: Any, calls: list[Call], traced_ms: float) -> None:
+    def _on_step(self, frame: FrameType, output: Any, calls: list[Call], traced_ms: float, reading_ms: float) -> None:
         """Called by the recorder where an engine step ends; a raise in here would end the tracing."""
         schedule = frame.f_locals.get("schedule")
         if schedule is None or not any(call.name == "build_batch" and not call.has_failed for call in calls):
@@ -94,7 +104,7 @@ class Trace:
         caller = frame.f_back.f_locals.get("self") if frame.f_back else None
         for trace in _active():
             try:
-                trace._read(frame.f_locals["self"], caller, calls, schedule, output, traced_ms)
+                trace._read(frame.f_locals["self"], caller, calls, schedule, output, traced_ms, reading_ms)
             except LedgerError as error:
                 trace._error = trace._error or error
 
@@ -126,7 +136,7 @@ class Trace:
         source = self._sources[0]
         llm, requests = source.llm, source.requests.items()
         run = start_run(source.engine, llm, (_prompt(llm, label, request) for label, request in requests))
-        answers = tuple(answer_record(llm, label, request) for label, request in requests)
+        answers = source.read_answers() if self in _active() or source.answers is None else source.answers
         return replace(run, steps=tuple(source.steps), answers=answers)
 
     def table(self) -> list[dict[str, Any]]:
@@ -139,7 +149,11 @@ class Trace:
         ]
 
     def find(self, name: str) -> list[dict[str, Any]]:
-        """Where tensors of this name were, with their words and sizes: ``t.find("scores")``."""
+        """Where tensors of this name were, with their words and sizes: ``t.find("scores")``.
+
+        Raises TraceError where there are steps, but no such tensor in any of them.
+        """
+        self._check_tensor(name)
         return [
             {"step": step.index, "path": operation.path, "op": operation.label, "request": operation.request,
              **_describe(operation.tensors[name])}
@@ -147,6 +161,13 @@ class Trace:
             for operation in step.operations
             if name in operation.tensors
         ]  # fmt: skip
+
+    def _check_tensor(self, name: str) -> None:
+        names = {known for step in self.steps for operation in step.operations for known in operation.tensors}
+        if names and name not in names:
+            near = difflib.get_close_matches(name, names, n=5, cutoff=0.5) if isinstance(name, str) else []
+            what = f"near it: {', '.join(near)}" if near else f"expected a name such as {', '.join(sorted(names)[:5])}"
+            raise TraceError(f"no tensor of this trace is named {brief(name)}; {what}")
 
     def diff(self, other: "Trace") -> list[dict[str, Any]]:
         """The rows in which two runs differ: in shape, FLOPs or bytes, or as only one of them has it (None)."""
@@ -163,8 +184,9 @@ class Trace:
         ]  # fmt: skip
 
     def __repr__(self) -> str:
-        tokens = sum(request.chosen is not None for step in self.steps for request in step.requests)
-        return f"<Trace: {len(self.steps)} steps, {tokens} tokens sampled, {len(self.calls)} calls outside steps>"
+        num_tokens = sum(request.chosen is not None for step in self.steps for request in step.requests)
+        steps, tokens = show_count(len(self.steps), "step"), show_count(num_tokens, "token")
+        return f"<Trace: {steps}, {tokens} sampled, {show_count(len(self.calls), 'call')} outside steps>"
 
     def __str__(self) -> str:
         """The trace as text, as the command prints it."""

@@ -50,6 +50,30 @@ def count(formula: str, sizes: Mapping[str, int]) -> int:
     return value
 
 
+def bound_by(flops: int | None, num_bytes: int, ridge: float | None) -> Literal["memory", "compute", ""]:
+    """What the time goes into on a machine with this many FLOPs per byte; "" where nothing moves or one is unknown.
+
+    >>> bound_by(100, 50, ridge=8.0), bound_by(1000, 50, ridge=8.0), bound_by(None, 50, ridge=8.0)
+    ('memory', 'compute', '')
+    """
+    if ridge is None or flops is None or not num_bytes:
+        return ""
+    return "memory" if flops / num_bytes < ridge else "compute"
+
+
+def bound_us(flops: int | None, num_bytes: int, ridge: float | None, bandwidth: float | None) -> float | None:
+    """The microseconds of its bytes, or of its FLOPs, alone, where `bandwidth` bytes per second are moved; None: unknown.
+
+    What still lies in a cache is not moved, and may take less.
+
+    >>> bound_us(100, 50, ridge=8.0, bandwidth=1e6), bound_us(1000, 50, ridge=8.0, bandwidth=1e6)
+    (50.0, 125.0)
+    """
+    if bandwidth is None or ridge is None or flops is None:
+        return None
+    return 1e6 * max(num_bytes, flops / ridge) / bandwidth
+
+
 STAGES: dict[str, Stage] = {
     "Embedding.forward": Stage(
         "gather", "{token_ids} of {weight} -> {result}",

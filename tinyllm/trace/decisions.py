@@ -7,7 +7,7 @@ from itertools import groupby
 from tinyllm.block_pool import NULL_BLOCK_ID
 from tinyllm.request import RequestStatus
 from tinyllm.scheduler import Schedule, ScheduledRequest, Scheduler
-from tinyllm.trace.record import BlockSpan, PreemptedRecord, PrefixHit, ScheduleRecord
+from tinyllm.trace.scheduled import BlockSpan, PreemptedRecord, PrefixHit, ScheduleRecord, is_decode
 
 STARTED_AS = {RequestStatus.WAITING: "new", RequestStatus.PREEMPTED: "resumed", RequestStatus.RUNNING: "running"}
 
@@ -78,6 +78,12 @@ def count_left(entry: ScheduledRequest) -> int:
     """The tokens that the request still had to compute when the step was made."""
     # One that samples got all of them, and its list has grown since.
     return entry.query_len if entry.samples else entry.request.num_tokens - entry.num_computed_tokens
+
+
+def computes_last_token(entry: ScheduledRequest) -> bool:
+    """Whether the request decodes in this step, by the one definition: `is_decode`."""
+    started_as, request = STARTED_AS[entry.started_as], entry.request
+    return is_decode(started_as, entry.num_computed_tokens, request.num_prompt_tokens, count_left(entry))
 
 
 def _read_preempted(

@@ -110,7 +110,7 @@ def dry_run(
         raise ConfigError(f"dtype {brief(dtype)} is not supported; expected one of {', '.join(DTYPES)}")
     cache = CacheConfig(block_size, enable_prefix_caching=False)
     cache = replace(cache, num_blocks=1 + sum(map(cache.count_blocks, seq_lens)))
-    requests = _make_requests(query_lens, seq_lens, block_size)
+    requests = _make_requests(query_lens, seq_lens, cache)
     with torch.device("meta"):
         decoder = Decoder(config, attention).to(DTYPES[dtype])
     kv_cache = KVCache(config, cache, DTYPES[dtype], "meta")
@@ -157,13 +157,13 @@ def _check_lens(
     return tuple(query_lens), tuple(seq_lens)
 
 
-def _make_requests(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int) -> tuple[RequestRecord, ...]:
+def _make_requests(query_lens: Sequence[int], seq_lens: Sequence[int], cache: CacheConfig) -> tuple[RequestRecord, ...]:
     """The requests of the step, each with the next free blocks; one token behind others counts as a decode."""
     requests: list[RequestRecord] = []
     free_id = NULL_BLOCK_ID + 1
     for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         num_computed = seq_len - query_len
-        block_ids = tuple(range(free_id, free_id + -(-seq_len // block_size)))
+        block_ids = tuple(range(free_id, free_id + cache.count_blocks(seq_len)))
         free_id += len(block_ids)
         requests.append(RequestRecord(
             label=request_label(index),
@@ -171,9 +171,9 @@ def _make_requests(query_lens: Sequence[int], seq_lens: Sequence[int], block_siz
             num_prompt_tokens=num_computed if num_computed and query_len == 1 else seq_len,
             num_computed_tokens=num_computed,
             num_left=query_len,
-            block_size=block_size,
+            block_size=cache.block_size,
             block_ids=block_ids,
-            new_block_ids=block_ids[-(-num_computed // block_size) :],
+            new_block_ids=block_ids[cache.count_blocks(num_computed) :],
             started_as="running" if num_computed else "new",
             cut_by="",
             hit=None,

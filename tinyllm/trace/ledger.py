@@ -9,15 +9,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinyllm.errors import TinyllmError
 from tinyllm.shapes import WORDS, evaluate
+from tinyllm.trace.calls import Call, Value
+from tinyllm.trace.dims import Words
+from tinyllm.trace.reading import PACKAGE
 from tinyllm.trace.record import REQUEST_WORDS
-from tinyllm.trace.recorder import Call, Value
+from tinyllm.trace.shape_text import in_numbers
 
 LOCAL_WORDS = REQUEST_WORDS | {word.name for word in WORDS.values() if word.scope == "call"}
 
 
-class LedgerError(AssertionError):
-    """Two sizes for one dimension word: an annotation is false or a tensor is wrong. Names both."""
+class LedgerError(TinyllmError):
+    """Two sizes for one dimension word: an annotation is false or a tensor is wrong, and who wrote it can mend it.
+
+    One line names the function with file and line, the tensor in words and in numbers, the word with both sizes, and
+    what the call's words were before it. It never holds a value.
+    """
 
 
 @dataclass
@@ -79,20 +87,26 @@ class Ledger:
         """Compare one value's words; those of a list's item that its request alone has are returned, not the call's."""
         words, item = value.words or (), None if value.item is None else _Scope()
         if len(words) != len(value.sizes):
-            raise LedgerError(f"{_place(call, value.name)} {list(words)} has {len(value.sizes)} axes: {value.sizes}")
-        for word, size in zip(words, value.sizes, strict=True):
+            fault = f"the tensor has {len(value.sizes)} axes, but the annotation {len(words)}"
+            raise LedgerError(_contradiction(call, value.name, fault))
+        for axis, (word, size) in enumerate(zip(words, value.sizes, strict=True)):
             scope = item if item and word in REQUEST_WORDS else own if word in LOCAL_WORDS else self._step
-            self._compare(call, value.name, word, size, scope)
+            self._compare(call, value.name, word, size, scope, axis)
         return item
 
-    def _compare(self, call: Call, name: str, word: str, size: int, scope: _Scope) -> None:
+    def _compare(self, call: Call, name: str, word: str, size: int, scope: _Scope, axis: int = 0) -> None:
         self.num_compared += 1
         expected = scope.sizes[word] if word in scope.sizes else evaluate(word, scope.sizes)
         if expected is None and word.isidentifier():
-            scope.sizes[word], scope.origins[word] = size, f"{call.name} {name}"
+            scope.sizes[word], scope.origins[word] = size, f"{call.name}'s {name}"
         elif expected != size:
-            origin = scope.origins.get(word, "its formula")
-            raise LedgerError(f"{_place(call, name)}: {word} is {size}, but {expected} in {origin}")
+            origin = scope.origins.get(word)
+            fault = (
+                f"{word} is {size}, but {expected} in {origin}"
+                if origin
+                else f"its axis {word} has size {size}, expected {expected}"
+            )
+            raise LedgerError(_contradiction(call, name, fault, axis))
 
     def _check_formulas(self, call: Call, local_sizes: dict[str, int]) -> None:
         known = {**self.sizes, **local_sizes}
@@ -100,10 +114,56 @@ class Ledger:
             formula = WORDS[word].formula
             expected = evaluate(formula, known) if formula else None
             if expected is not None and expected != size:
-                raise LedgerError(f"{_place(call, word)}: {word} is {size}, but {expected} by its formula {formula}")
+                fault = f"{word} is {size}, but {expected} by its formula {formula}"
+                raise LedgerError(_contradiction(call, _first_with(call, word, size), fault))
 
 
-def _place(call: Call, name: str) -> str:
+# --- what is said of a contradiction ----------------------------------------------------------------------------------
+
+
+def _contradiction(call: Call, name: str, fault: str, axis: int = 0) -> str:
+    """The line for a value's fault, found at an axis."""
     value = call.value(name)
     line = value.line if value else call.spec.first_line
-    return f"{call.name} ({call.spec.file.name}:{line}), {name}"
+    shown = f"{name} {_in_words(value.words or ())}={in_numbers(value.sizes)}" if value else f"{name}={call.ints[name]}"
+    bound = ", ".join(f"{word}={size}" for word, size in _bound_before(call, name, axis).items()) or "nothing"
+    return (
+        f"{call.name} ({_path_of(call)}:{line}): {shown}: {fault}. Bound before: {bound}. "
+        "Correct the annotation, or the code that makes the tensor"
+    )
+
+
+def _in_words(words: Words) -> str:
+    return f"[{','.join(words)}]"
+
+
+def _path_of(call: Call) -> str:
+    file = call.spec.file
+    return file.relative_to(PACKAGE.parent).as_posix() if file.is_relative_to(PACKAGE) else file.name
+
+
+def _bound_before(call: Call, name: str, axis: int) -> dict[str, int]:
+    """The sizes that the call's words had before an axis of a value, in the order in which they are compared.
+
+    Of a list's items only the one itself tells a request's words.
+    """
+    bound: dict[str, int] = {}
+    for word, size in call.ints.items():
+        if word == name:
+            return bound
+        bound[word] = size
+    for value in call.values:
+        is_it = value.name == name
+        pairs = list(zip(value.words or (), value.sizes, strict=False))
+        for word, size in pairs[:axis] if is_it else pairs:
+            if word.isidentifier() and (is_it or value.item is None or word not in REQUEST_WORDS):
+                bound.setdefault(word, size)
+        if is_it:
+            break
+    return bound
+
+
+def _first_with(call: Call, word: str, size: int) -> str:
+    """The name of the first value in which the word has the size; of a plain number the word itself."""
+    pairs = ((value, zip(value.words or (), value.sizes, strict=False)) for value in call.values)
+    return next((value.name for value, axes in pairs if (word, size) in axes), word)

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TextIO
 
@@ -13,7 +13,8 @@ from rich.text import Text
 
 from tinyllm.trace.arguments import suggestions
 from tinyllm.trace.html import render_page
-from tinyllm.trace.record import RunRecord, RunSums, StepRecord
+from tinyllm.trace.record import RunRecord, StepRecord
+from tinyllm.trace.sums import RunSums
 from tinyllm.trace.terminal import (
     MAX_WIDTH,
     MIN_WIDTH,
@@ -32,7 +33,7 @@ STYLES = {"=": "bold", "\N{BOX DRAWINGS DOUBLE HORIZONTAL}": "bold",
 
 
 class Output(Protocol):
-    """Something that a run is written to. It keeps of the steps what it needs: a long run stays small."""
+    """Something that a run is written to. Of the steps it keeps what it needs: records and text the sums, a page all."""
 
     def start(self, run: RunRecord) -> None:
         """Before the first step: the run has none yet, and no answers."""
@@ -79,9 +80,9 @@ class JsonOutput:
 
 @dataclass
 class HtmlOutput:
-    """One page, written when all is known."""
+    """One page, opened and written when all is known. Until then it keeps every step, so a long run takes memory."""
 
-    file: TextIO
+    open_file: Callable[[], TextIO]
     ridge: float | None
     _steps: list[StepRecord] = field(default_factory=list)
 
@@ -94,7 +95,7 @@ class HtmlOutput:
 
     def end(self, run: RunRecord) -> None:
         """Write the page."""
-        self.file.write(render_page(replace(run, steps=tuple(self._steps)), self.ridge))
+        self.open_file().write(render_page(replace(run, steps=tuple(self._steps)), self.ridge))
 
 
 def terminal_width() -> int | None:

@@ -3,16 +3,29 @@
 collect.py builds its rows from the recorder's calls; every symbolic dimension in it has passed the ledger.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinyllm.shapes import WORDS, evaluate
 from tinyllm.trace.costs import PAIRS, Stage
 from tinyllm.trace.dims import Words
+from tinyllm.trace.scheduled import (
+    PLACEHOLDER,
+    BlockSpan,
+    Candidate,
+    PreemptedRecord,
+    PrefixHit,
+    RequestRecord,
+    ScheduleRecord,
+)
 
-PLACEHOLDER = -1  # the token id of a dry run, which no vocabulary has
+__all__ = [
+    "ACTIVATIONS", "KV", "PLACEHOLDER", "REQUEST_WORDS", "WEIGHTS", "AnswerRecord", "BlockSpan", "Candidate", "Operation",
+    "PreemptedRecord", "PrefixHit", "PromptRecord", "RequestRecord", "RunRecord", "ScheduleRecord", "Stats", "StepRecord",
+    "TensorRecord", "sizes_by_symbol", "to_symbol",
+]  # fmt: skip
+
 KV, WEIGHTS, ACTIVATIONS = "KV", "weights", "activations"  # what bytes are moved of
 REQUEST_WORDS = frozenset(name for name, word in WORDS.items() if word.scope == "request")
 
@@ -142,134 +155,6 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One token that might have come next, with its probability under softmax(logits)."""
-
-    token_id: int
-    text: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class PrefixHit:
-    """Full blocks that a request found in the cache when it started, instead of computing their tokens."""
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    computed_by: tuple[str | None, ...]  # labels, perhaps its own from before a preemption; None: before the trace
-
-
-@dataclass(frozen=True)
-class RequestRecord:
-    """One request's part of a step.
-
-    The life of a token: it is sampled and appended at once, at position `seq_len`; its key and value come with the step
-    that computes it. If that is to be, its block is `next_block_id`, or a new one where the last block is full.
-    """
-
-    label: str
-    token_ids: tuple[int, ...]  # computed in this step
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_left: int  # tokens that were to be computed, of which this step computes query_len
-    block_size: int
-    block_ids: tuple[int, ...]
-    new_block_ids: tuple[int, ...]
-    started_as: str  # "new", "resumed" after a preemption, or "running" already
-    cut_by: str  # what kept it from getting all tokens that are left; "" where it got them
-    hit: PrefixHit | None
-    samples: bool
-    state: str  # after the step: "running" or "finished"
-    finish_reason: str | None
-    chosen: Candidate | None
-    candidates: tuple[Candidate, ...]
-    method: str  # "greedy", or the parameters of the draw
-
-    @property
-    def query_len(self) -> int:
-        """Tokens computed in this step."""
-        return len(self.token_ids)
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in total after it."""
-        return self.num_computed_tokens + self.query_len
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether its tokens have no ids, as in a dry run."""
-        return PLACEHOLDER in self.token_ids
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether it computes the token that it sampled last, and nothing else.
-
-        One that comes back after a preemption computes old tokens, as in a prefill.
-        """
-        is_behind_prompt = self.num_computed_tokens >= self.num_prompt_tokens
-        return is_behind_prompt and self.num_left == 1 and self.started_as == "running"
-
-    @property
-    def num_in_last_block(self) -> int:
-        """Slots of the last block that hold a token after the step."""
-        return (self.seq_len - 1) % self.block_size + 1
-
-    @property
-    def next_block_id(self) -> int | None:
-        """The block with room for one more token; None where the next token needs a new block."""
-        return self.block_ids[-1] if self.num_in_last_block < self.block_size else None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it ended with this step: the key and value of a token appended now are never computed."""
-        return self.state == "finished"
-
-
-@dataclass(frozen=True)
-class PreemptedRecord:
-    """A request that lost its blocks in this step; its tokens stay, and all of them are to be computed again."""
-
-    label: str
-    for_label: str  # who needed a block; itself, where it was the last in line
-    block_ids: tuple[int, ...]  # what it held
-    freed_block_ids: tuple[int, ...]  # those of them that nobody else held
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class BlockSpan:
-    """Neighbouring blocks of the pool in one state: "null", "held" by the same requests, or "free"."""
-
-    first: int
-    last: int
-    state: str
-    holders: tuple[str, ...]
-    is_cached: bool  # full, and can be found by its tokens
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks from first to last."""
-        return self.last - self.first + 1
-
-
-@dataclass(frozen=True)
-class ScheduleRecord:
-    """What the scheduler decided for a step, and what it did to the blocks."""
-
-    token_budget: int
-    waiting: tuple[str, ...]  # labels, in the order of the queue
-    held_back: str  # why the first of them did not start; "" where none waits
-    preempted: tuple[PreemptedRecord, ...]
-    finished: tuple[str, ...]  # labels of requests that ended since the step before
-    freed_block_ids: tuple[int, ...]  # that came back since the step before, but for those of preempted requests
-    evicted_block_ids: tuple[int, ...]  # cached ones that this step gave away for other tokens
-    block_map: tuple[BlockSpan, ...]  # the whole pool while the step computes, by block id
-    num_used_blocks: int
-    num_cached_blocks: int  # that can be found by their tokens, held or free
-    num_blocks: int
-
-
-@dataclass(frozen=True)
 class StepRecord:
     """One engine step."""
 
@@ -285,6 +170,7 @@ class StepRecord:
     kv_bytes_per_token: int
     failure: str = ""  # where and with what error the step ended, where it did; the rows are those before it
     residual_rms: tuple[float, ...] = ()  # of the residual stream behind each layer, where asked for
+    reading_ms: float = 0.0  # of traced_ms what the recorder took for itself: `Recorder.reading_ms`
 
     @property
     def phase(self) -> str:
@@ -310,63 +196,6 @@ class StepRecord:
     def layer(self, index: int | None) -> list[Operation]:
         """The rows of one layer, or those outside all layers."""
         return [operation for operation in self.operations if operation.layer == index]
-
-
-@dataclass
-class Sums:
-    """What several steps did and cost together. It keeps no step, so a long run stays small."""
-
-    num_steps: int = 0
-    num_tokens: int = 0  # computed
-    num_chosen: int = 0  # sampled and kept
-    flops: int = 0
-    has_unknown_flops: bool = False  # then `flops` is a lower bound
-    num_bytes: int = 0
-    num_compared: int = 0
-    traced_ms: float = 0.0
-    time_us: float | None = None  # of all rows, where it was measured
-    bytes_by_storage: Counter[str] = field(default_factory=Counter)
-
-    def add(self, step: StepRecord) -> None:
-        """Count one more step."""
-        self.num_steps += 1
-        self.num_tokens += step.dims["num_tokens"]
-        self.num_chosen += sum(request.chosen is not None for request in step.requests)
-        self.flops += step.flops
-        self.has_unknown_flops |= step.has_unknown_flops
-        self.num_bytes += step.num_bytes
-        self.num_compared += step.num_compared
-        self.traced_ms += step.traced_ms
-        for operation in step.operations:
-            self.bytes_by_storage.update(operation.bytes_by_storage)
-            if operation.time_us is not None:
-                self.time_us = (self.time_us or 0.0) + operation.time_us
-
-    @property
-    def intensity(self) -> float | None:
-        """FLOPs per byte."""
-        return self.flops / self.num_bytes if self.num_bytes else None
-
-
-@dataclass
-class RunSums:
-    """The sums of a run so far, and of each phase's steps in it."""
-
-    total: Sums = field(default_factory=Sums)
-    phases: dict[str, Sums] = field(default_factory=dict)  # in the order in which they came
-
-    def add(self, step: StepRecord) -> None:
-        """Count one more step."""
-        self.total.add(step)
-        self.phases.setdefault(step.phase, Sums()).add(step)
-
-
-def sum_up(steps: Iterable[StepRecord]) -> RunSums:
-    """The sums of steps that are all there."""
-    sums = RunSums()
-    for step in steps:
-        sums.add(step)
-    return sums
 
 
 @dataclass(frozen=True)

@@ -7,129 +7,49 @@ alone; generators have none.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from tinyllm.errors import TinyllmError
 from tinyllm.shapes import WORDS, checking
-from tinyllm.trace.dims import FunctionSpec, Words, field_words, function_specs
+from tinyllm.trace.calls import Call, Value
+from tinyllm.trace.dims import field_words
 from tinyllm.trace.kernels import KernelWatch
-from tinyllm.trace.record import Stats
+from tinyllm.trace.reading import (
+    OURS,
+    PACKAGE,
+    TENSOR_MODULES,
+    Plan,
+    Reader,
+    Sources,
+    describe,
+    describe_items,
+    inherited_words,
+    tensors_of,
+)
 from tinyllm.trace.values import Wanted, measure, name_matcher, stream_rms
 
-PACKAGE = Path(__file__).resolve().parent.parent
-TENSOR_MODULES = ("batch.py", "kv_cache.py", "layers", "model.py", "sampler")
+__all__ = ["DISPLACED", "PACKAGE", "TENSOR_MODULES", "Call", "Recorder", "TraceError", "Value", "self_test"]
 
+REPLACED = (
+    "this block's trace function was replaced or switched off inside it, by a debugger perhaps: what came after that is "
+    "not in the trace; what watches this thread now goes on"
+)
 DISPLACED = (
     "a debugger or coverage tool watches this thread; it sees nothing inside the trace block, and goes on after it"
 )
-
-Role = Literal["argument", "local", "result", "field"]
-Storage = Literal["activation", "weight", "kv_pool", "index"]
-
-
-@dataclass(slots=True)  # frozen would take three times as long to make, and a step has thousands
-class Value:
-    """One named tensor at one moment; never changed. words is None where the source says nothing about it."""
-
-    name: str
-    role: Role
-    words: Words | None
-    sizes: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    storage: Storage
-    is_contiguous: bool
-    line: int
-    identity: int  # id() of the tensor: comparable only while its frame runs
-    storage_identity: int
-    storage_offset: int
-    stats: Stats | None = None  # where asked for
-    item: int | None = None  # its place in the list that the name stands for: the name is then "pieces[0]"
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of a function of a tensor module."""
-
-    spec: FunctionSpec
-    path: str  # where it stands in the model: "layers.0.self_attn.apply_rope"
-    line: int  # the caller's line
-    index: int  # how many calls of the same function the same caller made before
-    parent: "Call | None"
-    values: list[Value] = field(default_factory=list)
-    ints: dict[str, int] = field(default_factory=dict)  # plain numbers whose name is a dimension word
-    children: list["Call"] = field(default_factory=list)
-    error: str | None = None  # what it raised, or let through
-    started_ns: int = 0
-    ended_ns: int = 0
-    reading_ns: int = 0  # what the recorder took in between for the calls inside
-    is_measured: bool = False  # whether its values have stats, as asked for
-    residual_rms: float | None = None  # of the stream behind a decoder layer, where asked for
-    kernels: list[tuple[int, str]] | None = None  # (number in the whole block, operator), where asked for
-
-    @property
-    def elapsed_ns(self) -> int:
-        """Wall time from its first line to its end, what it called included, less what the recorder took for those.
-
-        Python's own cost of calling the recorder, for each frame, torch's and einops' too, cannot be told apart and is
-        in it: some microseconds a call.
-        """
-        return self.ended_ns - self.started_ns - self.reading_ns
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What it can be asked for by: its qualified name, its class or function, its row's label, the modules it is in.
-
-        A label that also names a result, such as ``rope q``, counts by its first word.
-        """
-        owner, _, function = self.name.rpartition(".")
-        name = owner if function == "forward" else function
-        return self.name, name, name.removeprefix("apply_"), *self.path.split(".")
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended by an exception: its values are those of that moment."""
-        return self.error is not None
-
-    @property
-    def name(self) -> str:
-        """The function's qualified name."""
-        return self.spec.qualname
-
-    def walk(self) -> Iterator["Call"]:
-        """This call and all below it, in order of time."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
-
-    def value(self, name: str) -> Value | None:
-        """The value of that name, if it was recorded."""
-        return next((value for value in self.values if value.name == name), None)
-
-    def rows(self) -> list["Value | Call"]:
-        """Values and calls in reading order: arguments, then each local behind the last call on or above its line."""
-        rows: list[Value | Call] = [value for value in self.values if value.role in ("argument", "field")]
-        pending = sorted((value for value in self.values if value.role == "local"), key=lambda value: value.line)
-        for child in self.children:
-            while pending and pending[0].line < child.line:
-                rows.append(pending.pop(0))
-            rows.append(child)
-        return [*rows, *pending, *(value for value in self.values if value.role == "result")]
 
 
 class TraceError(TinyllmError):
@@ -143,20 +63,23 @@ class Recorder:
     coverage tool's own trace function is displaced, which a warning says, and comes back when the block ends.
 
     on_step is told of each ``Engine.step`` that ends: its frame, its result (None where it failed), the calls that it
-    made, which `calls` then lacks, and how many milliseconds it took.
+    made, which `calls` then lacks, how many milliseconds it took, and how many of these the recorder read in.
 
     Three things are recorded on request only. values names functions or rows (see `name_matcher`) whose tensors get
     `stats`; residual gives decoder layers their `residual_rms`; kernels gives each call torch's operators that ran in
     it and in no recorded call inside it, and `stray_kernels` those that ran outside all calls.
+
+    sources are the files whose functions it sees: this package's, unless told otherwise.
     """
 
     def __init__(
         self,
-        on_step: Callable[[FrameType, Any, list[Call], float], None] | None = None,
+        on_step: Callable[[FrameType, Any, list[Call], float, float], None] | None = None,
         *,
         values: Wanted | None = None,
         residual: bool = False,
         kernels: bool = False,
+        sources: Sources = OURS,
     ) -> None:
         self.calls: list[Call] = []
         self.stray_kernels: list[str] = []
@@ -165,14 +88,14 @@ class Recorder:
         self._has_residual = residual
         self._kernel_watch = KernelWatch(self._on_kernel) if kernels else None
         self._kernel_numbers = itertools.count()
-        self._step_start = 0, 0.0  # calls before the step under way, and when it began
+        self._step_start = 0, 0.0, 0.0  # calls and reading_ms before the step under way, and when it began
         self._stack: list[Call] = []
         self._frames: list[FrameType] = []  # of the calls on the stack
         self._reading_ns = 0  # what reading took so far
-        self._readers: dict[int, _Reader] = {}
-        self._foreign = _FOREIGN.setdefault(PACKAGE, {})
+        self._readers: dict[int, Reader] = {}
+        self._sources = sources
         self._module_paths: dict[int, tuple[weakref.ref[Module], str]] = {}
-        self._seen_dataclasses: dict[int, object] = {}  # holds them, so that no id is given twice
+        self._seen_dataclasses: dict[int, weakref.ref[Any]] = {}  # of the step under way
 
     def __enter__(self) -> "Recorder":
         self_test()
@@ -187,7 +110,10 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        sys.settrace(self._displaced)
+        if sys.gettrace() == self._on_call:
+            sys.settrace(self._displaced)
+        else:
+            warnings.warn(REPLACED, stacklevel=3)
         self._exits.close()
         self._seen_dataclasses.clear()
 
@@ -195,14 +121,32 @@ class Recorder:
         """Every call in order of time."""
         return itertools.chain.from_iterable(call.walk() for call in self.calls)
 
+    @property
+    def reading_ms(self) -> float:
+        """The time that it took so far to find and read frames.
+
+        Python's own cost of handing it each frame, torch's and einops' too, comes on top and cannot be told apart.
+        """
+        return self._reading_ns / 1e6
+
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if id(code) in self._foreign or event != "call":
-            return self._watch_step(frame)
+        if id(code) in self._sources.foreign or event != "call":
+            return None
+        began_ns = time.perf_counter_ns()
         reader = self._readers.get(id(code)) or self._find_reader(code)
         if reader is None:
+            self._reading_ns += time.perf_counter_ns() - began_ns
             return self._watch_step(frame)
-        began_ns = time.perf_counter_ns()
+        return self._begin(frame, reader, began_ns)
+
+    def _find_reader(self, code: CodeType) -> Reader | None:
+        reader = self._sources.find_reader(code)
+        if reader is not None:
+            self._readers[id(code)] = reader
+        return reader
+
+    def _begin(self, frame: FrameType, reader: Reader, began_ns: int) -> Any:
         frame.f_trace_lines = False
         spec, parent = reader.spec, self._stack[-1] if self._stack else None
         siblings = parent.children if parent else self.calls
@@ -232,11 +176,11 @@ class Recorder:
             reader = self._readers[id(frame.f_code)]
             values = frame.f_locals
             self._read_locals(call, reader, values)
-            self._read_result(call, reader, result)
+            self._read_result(call, result)
             if self._is_wanted and self._is_wanted(call.names):
                 self._measure(call, [*values.values(), result])
             if reader.is_decoder_layer and self._has_residual:
-                with self._kernels_paused() if self._kernel_watch else contextlib.nullcontext():
+                with self._kernels_paused():
                     call.residual_rms = stream_rms(result)
             self._reading_ns += time.perf_counter_ns() - ended_ns
         return self._on_event
@@ -250,22 +194,23 @@ class Recorder:
 
     def _watch_step(self, frame: FrameType) -> Any:
         """The engine's own step is no tensor function, but where one ends, on_step is told."""
-        if self._on_step is None or not _is_engine_step(frame.f_code):
+        if self._on_step is None or not self._sources.is_engine_step(frame.f_code):
             return None
         frame.f_trace_lines = False
-        self._step_start = len(self.calls), time.perf_counter()
+        self._step_start = len(self.calls), time.perf_counter(), self.reading_ms
         return self._on_engine_event
 
     def _on_engine_event(self, frame: FrameType, event: str, result: Any) -> Any:
         if event == "return" and self._on_step is not None:
-            num_before, started = self._step_start
+            num_before, started, read_before = self._step_start
+            self._seen_dataclasses.clear()
             calls, self.calls = self.calls[num_before:], self.calls[:num_before]
             traced_ms = 1000 * (time.perf_counter() - started)
             with self._kernels_paused():
-                self._on_step(frame, result, calls, traced_ms)
+                self._on_step(frame, result, calls, traced_ms, self.reading_ms - read_before)
         return self._on_engine_event
 
-    def _read_locals(self, call: Call, reader: "_Reader", values: dict[str, Any]) -> None:
+    def _read_locals(self, call: Call, reader: Reader, values: dict[str, Any]) -> None:
         plans, append = reader.plans, call.values.append
         for name, value in values.items():
             plan = plans[name] if name in plans else reader.plan(name)
@@ -274,12 +219,12 @@ class Recorder:
             if isinstance(value, Tensor):
                 role, words, line, call_lines = plan
                 if words is None and call_lines is not None:
-                    words = _inherited_words(call, call_lines, value)
-                append(_describe(name, value, role, words, line))
+                    words = inherited_words(call, call_lines, value)
+                append(describe(name, value, role, words, line))
             elif value is not None:
                 self._read_other(call, name, value, plan)
 
-    def _read_result(self, call: Call, reader: "_Reader", result: Any) -> None:
+    def _read_result(self, call: Call, result: Any) -> None:
         words, line = call.spec.results, call.spec.first_line
         if isinstance(result, tuple) and len(result) == len(words):
             for i, item in enumerate(result):
@@ -287,21 +232,28 @@ class Recorder:
         else:
             self._read(call, "result", result, ("result", words[0], line, None))
 
-    def _read(self, call: Call, name: str, value: Any, plan: "_Plan") -> None:
+    def _read(self, call: Call, name: str, value: Any, plan: Plan) -> None:
         if isinstance(value, Tensor):
-            call.values.append(_describe(name, value, *plan[:3]))
+            call.values.append(describe(name, value, *plan[:3]))
         elif value is not None:
             self._read_other(call, name, value, plan)
 
-    def _read_other(self, call: Call, name: str, value: Any, plan: "_Plan") -> None:
+    def _read_other(self, call: Call, name: str, value: Any, plan: Plan) -> None:
         if isinstance(value, int):
             if name in WORDS and not isinstance(value, bool):
                 call.ints[name] = value
         elif plan[1] is not None and isinstance(value, list | tuple):
-            call.values += _describe_items(name, value, *plan[:3])
-        elif id(value) not in self._seen_dataclasses and dataclasses.is_dataclass(value):
-            self._seen_dataclasses[id(value)] = value
+            call.values += describe_items(name, value, *plan[:3])
+        elif dataclasses.is_dataclass(value) and not self._has_seen(value):
             self._read_fields(call, value)
+
+    def _has_seen(self, value: Any) -> bool:
+        """Whether this very object was shown before. It holds tensors, so only a weak reference to it is kept."""
+        known = self._seen_dataclasses.get(id(value))
+        if known is not None and known() is value:  # a dead object's id may be another's by now
+            return True
+        self._seen_dataclasses[id(value)] = weakref.ref(value)
+        return False
 
     def _read_fields(self, call: Call, value: Any) -> None:
         """A dataclass's tensors are rows of the first call that shows it: once a step, not once a layer."""
@@ -313,7 +265,7 @@ class Recorder:
         """Stats of what the call holds; its tensors are measured one by one, and let go."""
         with torch.inference_mode(), self._kernels_paused():
             recorded = {value.identity for value in call.values}
-            tensors = {id(tensor): tensor for tensor in _tensors_of(held) if id(tensor) in recorded}
+            tensors = {id(tensor): tensor for tensor in tensors_of(held) if id(tensor) in recorded}
             stats = {identity: measure(tensor) for identity, tensor in tensors.items()}
         call.is_measured = True
         for value in call.values:
@@ -322,20 +274,16 @@ class Recorder:
 
     @contextlib.contextmanager
     def _kernels_paused(self) -> Iterator[None]:
-        if self._kernel_watch:
-            self._kernel_watch.is_paused = True
-        yield
-        if self._kernel_watch:
+        if self._kernel_watch is None:
+            yield
+            return
+        self._kernel_watch.is_paused = True
+        try:
+            yield
+        finally:
             self._kernel_watch.is_paused = False
 
-    def _find_reader(self, code: CodeType) -> "_Reader | None":
-        spec = _find_spec(code)
-        if spec is None:
-            self._foreign[id(code)] = code
-            return None
-        return self._readers.setdefault(id(code), _Reader(spec, code))
-
-    def _path(self, frame: FrameType, reader: "_Reader", parent: Call | None) -> str:
+    def _path(self, frame: FrameType, reader: Reader, parent: Call | None) -> str:
         owner = frame.f_locals.get("self") if reader.is_method else None
         if isinstance(owner, Module):
             known = self._module_paths.get(id(owner))
@@ -354,118 +302,6 @@ class Recorder:
         while caller is not None and caller is not parent:
             caller = caller.f_back
         return caller.f_lineno if caller else 0
-
-
-_Plan = tuple[
-    Role, Words | None, int, range | None
-]  # how a name is read: role, words, line, lines of the call it is from
-
-
-class _Reader:
-    """A function's spec, with a plan for each of its names."""
-
-    def __init__(self, spec: FunctionSpec, code: CodeType):
-        self.spec = spec
-        self.code = code  # kept, so that its id stays its own
-        self.is_method = "self" in spec.arguments and not spec.qualname.endswith(".__init__")  # that has no parts yet
-        self.is_decoder_layer = spec.qualname == "DecoderLayer.forward"
-        self.plans: dict[str, _Plan | None] = {}
-
-    def plan(self, name: str) -> _Plan | None:
-        """How to read the name when the function returns; None where it is not to be read then."""
-        spec = self.spec
-        if name == "self" or name in spec.rebound_arguments:
-            self.plans[name] = None
-        elif name in spec.arguments:
-            self.plans[name] = self.plan_argument(name)
-        else:
-            line = spec.assigned_lines.get(name, spec.first_line)
-            self.plans[name] = "local", spec.locals.get(name), line, spec.call_lines.get(name)
-        return self.plans[name]
-
-    def plan_argument(self, name: str) -> _Plan:
-        """How to read an argument, whenever that is."""
-        return "argument", self.spec.arguments[name], self.spec.assigned_lines.get(name, self.spec.first_line), None
-
-
-# Code objects outside the tensor modules, by id; the entry keeps them alive. Not by themselves: code objects of equal
-# text are equal, whichever file they are of.
-_FOREIGN: dict[Path, dict[int, CodeType]] = {}
-
-
-def _find_spec(code: CodeType) -> FunctionSpec | None:
-    """The spec of a tensor module's function; None for every other code object, which is then never looked at again."""
-    file = Path(code.co_filename)
-    if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE) or not file.is_relative_to(PACKAGE):
-        return None
-    if file.relative_to(PACKAGE).parts[0] not in TENSOR_MODULES:
-        return None
-    return function_specs(file).get((code.co_qualname, code.co_firstlineno))
-
-
-@functools.cache
-def _is_engine_step(code: CodeType) -> bool:
-    return code.co_qualname == "Engine.step" and Path(code.co_filename) == PACKAGE / "engine.py"
-
-
-def _inherited_words(call: Call, lines: range | None, value: Any) -> Words | None:
-    """``a, b = f(x, g(y))`` cannot carry annotations: the names take the words of f's results, told by identity.
-
-    f is the last call on those lines; g's result may be dead by now, and its identity another tensor's.
-    """
-    calls = [child for child in call.children if child.line in lines] if lines else []
-    for result in calls[-1].values if calls else ():
-        if result.role == "result" and result.identity == id(value):
-            return result.words
-    return None
-
-
-def _tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the values, and in the tuples, lists and dataclasses among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))
-        elif dataclasses.is_dataclass(value):
-            items = [getattr(value, item.name) for item in dataclasses.fields(value)]
-            yield from (item for item in items if isinstance(item, Tensor))
-
-
-@functools.cache
-def _dtype_facts(dtype: torch.dtype) -> tuple[str, int, Storage]:
-    return str(dtype).removeprefix("torch."), dtype.itemsize, "activation" if dtype.is_floating_point else "index"
-
-
-def _describe(name: str, tensor: Tensor, role: Role, words: Words | None, line: int) -> Value:
-    dtype, itemsize, storage = _dtype_facts(tensor.dtype)
-    if words and ("num_blocks" in words or "num_slots" in words):
-        storage = "kv_pool"
-    elif type(tensor) is not Tensor and isinstance(tensor, Parameter):
-        storage = "weight"
-    return Value(
-        name,
-        role,
-        words,
-        tuple(tensor.shape),
-        dtype,
-        tensor.numel() * itemsize,
-        storage,
-        tensor.is_contiguous(),
-        line,
-        id(tensor),
-        tensor.untyped_storage()._cdata,
-        int(tensor.storage_offset()),
-    )
-
-
-def _describe_items(name: str, items: Sequence[Any], role: Role, words: Words | None, line: int) -> Iterator[Value]:
-    """The tensors of a list, each under the list's name and its place in it."""
-    for i, item in enumerate(items):
-        if isinstance(item, Tensor):
-            value = _describe(f"{name}[{i}]", item, role, words, line)
-            value.item = i
-            yield value
 
 
 def self_test() -> None:

@@ -17,6 +17,7 @@ from tinyllm.request import Request
 from tinyllm.sampler.sample import sample
 from tinyllm.scheduler import Schedule, ScheduledRequest
 from tinyllm.tokenizer import Tokenizer
+from tinyllm.trace.calls import Call
 from tinyllm.trace.collect import Memo, collect_operations
 from tinyllm.trace.decisions import STARTED_AS, History, count_left, read_schedule, request_label
 from tinyllm.trace.ledger import Ledger
@@ -30,7 +31,7 @@ from tinyllm.trace.record import (
     StepRecord,
     TensorRecord,
 )
-from tinyllm.trace.recorder import Call, Recorder
+from tinyllm.trace.recorder import Recorder
 from tinyllm.trace.values import Wanted
 
 NUM_CANDIDATES = 4
@@ -69,7 +70,8 @@ def trace_steps(
             output = next(steps, None)
         if output is None:
             return
-        yield reader.read(recorder.calls, output.schedule, output, 1000 * (time.perf_counter() - start))
+        traced_ms = 1000 * (time.perf_counter() - start)
+        yield reader.read(recorder.calls, output.schedule, output, traced_ms, recorder.reading_ms)
 
 
 def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
@@ -110,7 +112,12 @@ class StepReader:
     _indices: Iterator[int] = field(default_factory=itertools.count)
 
     def read(
-        self, calls: Sequence[Call], schedule: Schedule, output: StepOutput | None, traced_ms: float
+        self,
+        calls: Sequence[Call],
+        schedule: Schedule,
+        output: StepOutput | None,
+        traced_ms: float,
+        reading_ms: float = 0,
     ) -> StepRecord:
         """The record of the step that these calls made; output None is one that failed, of which the calls tell how.
 
@@ -134,6 +141,7 @@ class StepReader:
             kv_bytes_per_token=self.engine.kv_cache.num_bytes // cache.num_slots,
             failure="" if output else _find_failure(calls),
             residual_rms=residual_growth(calls),
+            reading_ms=reading_ms,
         )
 
     def _read_requests(

@@ -12,13 +12,12 @@ from tinyllm.trace.record import (
     Operation,
     RequestRecord,
     RunRecord,
-    RunSums,
     Stats,
     StepRecord,
     TensorRecord,
     sizes_by_symbol,
-    sum_up,
 )
+from tinyllm.trace.sums import RunSums, sum_up
 
 SCHEMA_ID = "tinyllm.trace/1"
 OWN_SCOPES = ("request", "call")  # of words whose size holds for one row
@@ -88,6 +87,7 @@ def _sums_to_json(sums: RunSums) -> dict[str, Any]:
         "tokens_in": total.num_tokens,
         "tokens_out": total.num_chosen,
         "traced_ms": round(total.traced_ms, 3),
+        "reading_ms": round(total.reading_ms, 3),
         "steps": {phase: part.num_steps for phase, part in sums.phases.items()},
     }
 
@@ -108,7 +108,7 @@ def step_to_json(step: StepRecord) -> dict[str, Any]:
         "ops": [_operation_to_json(i, operation, first_seen) for i, operation in enumerate(step.operations)],
         "sampling": [_sampling_to_json(i, request) for i, request in enumerate(step.requests)],
         "totals": _totals_to_json(step),
-        "residual_rms": list(step.residual_rms),
+        "residual_rms": [_number(value) for value in step.residual_rms],
         "failure": step.failure,
     }
 
@@ -184,49 +184,54 @@ def _totals_to_json(step: StepRecord) -> dict[str, Any]:
         "bytes": step.num_bytes,
         "intensity": round(step.flops / step.num_bytes, 4) if step.num_bytes else None,
         "traced_ms": round(step.traced_ms, 3),
+        "reading_ms": round(step.reading_ms, 3),
         "words_compared": step.num_compared,
     }
 
 
 def _operation_to_json(seq: int, operation: Operation, first_seen: dict[tuple, str]) -> dict[str, Any]:
-    """A row; one equal to a row of an earlier layer leaves its tensors out and names that row in same_as: by its path, op and request."""
+    """A row; of one equal to a row of an earlier layer what its place and sums need, and in same_as that row's name.
+
+    The name is its path, op and request; all that is left out stands there.
+    """
     is_alone = operation.layer is None  # no other layer's row can be the same
     name = " ".join(filter(None, (operation.path, operation.label, operation.request)))
     same_as = name if is_alone else first_seen.setdefault(operation.shape_key(), name)
     is_first = same_as == name or operation.has_values
-    stage = operation.stage
+    whole = _whole_row(operation) if is_first else {}
     return {
         "seq": seq,
         "path": operation.path,
         "op": operation.label,
-        "kind": stage.kind,
+        "kind": operation.stage.kind,
         "layer": operation.layer,
         "request": operation.request,
-        "in": [_tensor_to_json(operation.tensors[name]) for name in operation.inputs] if is_first else [],
-        "out": [_output_to_json(name, operation) for name in operation.outputs] if is_first else [],
-        **(
-            {"locals": [_tensor_to_json(operation.tensors[name]) for name in operation.locals]}
-            if operation.has_values
-            else {}
-        ),
+        **whole,
+        "flops": {"value": operation.flops, **whole.get("flops", {})},
+        "bytes": {"read": operation.bytes_read, "write": operation.bytes_written, **whole.get("bytes", {})},
+        **({} if operation.time_us is None else {"time_us": round(operation.time_us, 3)}),
+        **({"kernels": list(operation.kernels)} if operation.kernels else {}),
+        "same_as": None if is_first else same_as,
+    }
+
+
+def _whole_row(operation: Operation) -> dict[str, Any]:
+    """What an equal row of another layer need not say again."""
+    stage, tensors = operation.stage, operation.tensors
+    return {
+        "in": [_tensor_to_json(tensors[name]) for name in operation.inputs],
+        "out": [_output_to_json(name, operation) for name in operation.outputs],
+        **({"locals": [_tensor_to_json(tensors[name]) for name in operation.locals]} if operation.has_values else {}),
         **({"dims": dims} if (dims := _own_dims(operation)) else {}),
         "expr": operation.summary,
         "flops": {
-            "value": operation.flops,
             "formula": stage.flops or "?",
             "counted": None if operation.flops is None else stage.counted,
             **({} if operation.dense_flops is None else {"dense": operation.dense_flops}),
         },
-        "bytes": {
-            "read": operation.bytes_read,
-            "write": operation.bytes_written,
-            "formula": f"read {stage.read}, write {stage.write}",
-        },
+        "bytes": {"formula": f"read {stage.read}, write {stage.write}"},
         "intensity": None if operation.intensity is None else round(operation.intensity, 4),
-        **({} if operation.time_us is None else {"time_us": round(operation.time_us, 3)}),
-        **({"kernels": list(operation.kernels)} if operation.kernels else {}),
         "src": f"tinyllm/{operation.source}",
-        "same_as": None if is_first else same_as,
     }
 
 
@@ -260,6 +265,11 @@ def _tensor_to_json(tensor: TensorRecord) -> dict[str, Any]:
     }
 
 
+def _number(value: float) -> float | str:
+    """JSON knows no NaN and no infinity: these are texts."""
+    return value if math.isfinite(value) else str(value)
+
+
 def _stats_to_json(stats: Stats) -> dict[str, Any]:
     return {
         "min": stats.minimum,
@@ -267,8 +277,8 @@ def _stats_to_json(stats: Stats) -> dict[str, Any]:
         "mean": stats.mean,
         "rms": stats.rms,
         "not_finite": stats.num_not_finite,
-        "largest": [[list(index), value if math.isfinite(value) else str(value)] for index, value in stats.largest],
-        "row": [value if math.isfinite(value) else str(value) for value in stats.row],
+        "largest": [[list(index), _number(value)] for index, value in stats.largest],
+        "row": [_number(value) for value in stats.row],
     }
 
 

@@ -7,7 +7,7 @@ they do not have.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from tinyllm.kv_cache import KVCache
 from tinyllm.llm import LLM, Prompt
 from tinyllm.model import Decoder
 from tinyllm.trace.decisions import request_label
+from tinyllm.trace.text import show_count
 from tinyllm.weights.load import build_decoder
 from tinyllm.weights.names import EMBEDDING, LM_HEAD, PREFIX, expected_parameters, shape_of
 
@@ -66,7 +67,7 @@ class Verification:
             yield f"{mark} {stage.stage:<14}{sizes}   {'equal' if is_equal else stage.where}"
         others = [f"{label}: {ours} here, {theirs} there" for label, ours, theirs in self.next_tokens if ours != theirs]
         num_same = len(self.next_tokens) - len(others)
-        same = f"the likeliest is the same after {num_same} of {_count(self.next_tokens, 'prompt')}"
+        same = f"the likeliest is the same after {num_same} of {show_count(len(self.next_tokens), 'prompt')}"
         yield f"  {'next token':<14}{'; '.join([same, *others[:1]])}"
         first = self.first_departure
         if first is None:
@@ -102,18 +103,15 @@ def compare(ours: Decoder, theirs: Any, prompts: Sequence[Sequence[int]], block_
     rows = [f"{label} position {i}" for label, ids in zip(labels, prompts, strict=True) for i in range(len(ids))]
     last_rows = [f"{label} position {len(ids) - 1}" for label, ids in zip(labels, prompts, strict=True)]
     best = [stages["logits"].argmax(dim=-1).tolist() for stages in (our_stages, their_stages)]
+    counts = f"{show_count(len(prompts), 'prompt')}, {show_count(len(rows), 'token')}"
     return Verification(
-        title=f"prefill in float32 of {_count(prompts, 'prompt')}, {_count(rows, 'token')}; ours against {_their_name(theirs)}",
+        title=f"prefill in float32 of {counts}; ours against {_their_name(theirs)}",
         stages=tuple(
             _difference(stage, our_stages[stage], their_stages[stage], last_rows if stage == "logits" else rows)
             for stage in our_stages
         ),
         next_tokens=tuple(zip(labels, *best, strict=True)),
     )
-
-
-def _count(things: Sequence[object], noun: str) -> str:
-    return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")
 
 
 def _difference(stage: str, ours: Tensor, theirs: Tensor, rows: Sequence[str]) -> StageDifference:
@@ -131,12 +129,13 @@ def _difference(stage: str, ours: Tensor, theirs: Tensor, rows: Sequence[str]) -
 @torch.inference_mode()
 def _run_ours(decoder: Decoder, prompts: Sequence[Sequence[int]], block_size: int) -> dict[str, Tensor]:
     """What stands behind each stage, a row for each token of all prompts; of the logits one for each prompt."""
+    cache = CacheConfig(block_size)
     tables: list[range] = []
     for token_ids in prompts:
         first = tables[-1].stop if tables else 1
-        tables.append(range(first, first + -(-len(token_ids) // block_size)))
+        tables.append(range(first, first + cache.count_blocks(len(token_ids))))
     weight = decoder.embed_tokens.weight
-    kv_cache = KVCache(decoder.config, CacheConfig(block_size, tables[-1].stop), weight.dtype, weight.device)
+    kv_cache = KVCache(decoder.config, replace(cache, num_blocks=tables[-1].stop), weight.dtype, weight.device)
     batch = build_batch(prompts, [0] * len(prompts), tables, block_size, weight.device)
     layers = {f"layer {i}": (layer, _stream) for i, layer in enumerate(decoder.layers)}
     stages = {"embed_tokens": (decoder.embed_tokens, _first), **layers, "norm": (decoder.norm, _first)}

@@ -9,11 +9,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tinyllm.trace.annotate import MARK, Run, annotatable, annotate, annotate_html, find_source, without_notes
+from tinyllm.trace.annotate import MARK, Run, annotatable, annotate, annotate_html, find_source
 from tinyllm.trace.dims import function_specs
 from tinyllm.trace.recorder import PACKAGE
 
 every_file = pytest.mark.parametrize("path", annotatable())
+
+
+def test_every_tensor_file_is_here() -> None:
+    assert len(annotatable()) > 15 and "tinyllm/layers/attention/reference.py" in annotatable()
 
 
 def notes_in(lines: list[str]) -> list[tuple[str, str, list[str]]]:
@@ -45,7 +49,7 @@ def functions_in(text: str) -> dict[str, ast.FunctionDef]:
 def test_the_source_stands_in_it_word_for_word(runs, path):
     lines = annotate(path, runs)
     source = (PACKAGE.parent / path).read_text().splitlines()
-    assert without_notes(lines) == source
+    assert [line for line in lines if not line.lstrip().startswith(MARK)] == source, "without the notes"
     assert not any(MARK in line for line in source), "a source with the mark in it could not be told from a note"
     ast.parse("\n".join(lines))
     assert all(line == line.rstrip() for line in lines if MARK in line)
@@ -56,7 +60,10 @@ def test_the_source_stands_in_it_word_for_word(runs, path):
 def test_every_annotated_local_of_what_ran_has_a_note(runs, path, calls_of):
     lines = annotate(path, runs)
     functions = functions_in("\n".join(lines))
-    for spec in function_specs(find_source(path)).values():
+    specs = function_specs(find_source(path))
+    assert sorted(qualname for qualname, _ in specs) == sorted(functions)
+    assert len(specs) > 0 or path.endswith("__init__.py")
+    for spec in specs.values():
         node = functions[spec.qualname]
         end = node.end_lineno or node.lineno
         own = lines[node.lineno - 1 : end] + list(itertools.takewhile(lambda line: MARK in line, lines[end:]))
@@ -80,7 +87,9 @@ def test_every_shape_was_recorded(runs, path, calls_of):
             for call in calls:
                 recorded |= {(index, value.name, f"[{','.join(map(str, value.sizes))}]") for value in call.values}
                 recorded |= {(index, name, str(size)) for name, size in call.ints.items()}
-    for name, _, shapes in notes_in(annotate(path, runs)):
+    notes = notes_in(annotate(path, runs))
+    assert bool(notes) == bool(recorded)
+    for name, _, shapes in notes:
         for index, shape in enumerate(shapes):
             if " " in shape and shape != "no tensor":  # a list: each item is what some call got or gave back
                 of_any = {text for i, _, text in recorded if i == index}

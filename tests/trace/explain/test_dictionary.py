@@ -69,13 +69,13 @@ def test_every_axis_of_every_annotation():
     assert axes <= set(explainable()) and len(axes) > 20
 
 
-def test_a_failed_step_and_one_without_values_are_explained(pair):
-    """A dry run has question marks for token ids; a failed step has no values at all."""
+def test_a_step_without_token_ids_is_explained(pair):
+    """A dry run has question marks for them."""
     values = {**pair[0].batch_values, "token_ids": ["?"] * 8}
-    for changed in (values, {}):
-        step = StepRecord(**{**vars(pair[0]), "batch_values": changed})
-        for class_name, name in batch_fields():
-            assert explain(name, step), class_name
+    step = StepRecord(**{**vars(pair[0]), "batch_values": values})
+    assert len(batch_fields()) > 7
+    for class_name, name in batch_fields():
+        assert explain(name, step), class_name
 
 
 def test_files_are_those_of_the_recorder():

@@ -5,10 +5,11 @@ import pytest
 from tinyllm import ConfigError
 from tinyllm.shapes import WORDS
 from tinyllm.trace.explain import explain, explainable
-from tinyllm.trace.explain.aliases import ALIASES, alias_names
+from tinyllm.trace.explain.aliases import ALIASES, PARTS, alias_names
 
 
 def test_lines_fit_and_never_end_in_blanks(pair):
+    assert len(explainable()) > 200
     for step in (None, *pair):
         for word in explainable():
             assert all(len(line) <= 100 and line == line.rstrip() for line in explain(word, step)), word
@@ -78,6 +79,20 @@ def test_an_unknown_word_names_its_neighbours(asked, hint):
         ("attn_weights", "attn_weights is Hugging Face's name of scores and weights.", "scores [nk,g,s,S]"),
         ("q_proj", "q_proj is Hugging Face's name; its part is played here by qkv_proj.", "qkv_proj: the Linear"),
         ("model.layers.3.mlp.up_proj", "up_proj is Hugging Face's name; its part is", "gate_up_proj: the Linear"),
+        ("wq", "wq is Llama's own name; its part is played here by qkv_proj.", "qkv_proj: the Linear"),
+        ("wk", "wk is Llama's own name; its part is played here by qkv_proj.", "qkv_proj: the Linear"),
+        (
+            "layers.0.attention.wv",
+            "wv is Llama's own name; its part is played here by qkv_proj.",
+            "qkv_proj: the Linear",
+        ),
+        ("wo", "wo is Llama's own name; its part is played here by o_proj.", "o_proj: the Linear"),
+        ("w1", "w1 is Llama's own name; its part is played here by gate_up_proj.", "gate_up_proj: the Linear"),
+        ("W3", "w3 is Llama's own name; its part is played here by gate_up_proj.", "gate_up_proj: the Linear"),
+        ("w2", "w2 is Llama's own name; its part is played here by down_proj.", "down_proj: the Linear"),
+        ("c_attn", "c_attn is GPT-2's name; its part is played here by qkv_proj.", "qkv_proj: the Linear"),
+        ("c_fc", "c_fc is GPT-2's name; its part is played here by gate_up_proj.", "gate_up_proj: the Linear"),
+        ("c_proj", "c_proj is GPT-2's name of o_proj; its MLP has a c_proj as well, which is down_proj", "o_proj: the"),
         ("page_size", "page_size is Hugging Face's name of block_size;", "bs: block_size"),
         ("hidden_dim", "hidden_dim is others' name of hidden_size;", "H: hidden_size"),
         ("batch_size", "batch_size is others' name of num_reqs;", "R: num_reqs"),
@@ -100,9 +115,11 @@ def test_every_name_that_we_avoid_or_note_leads_to_one_of_ours():
     for name in NEVER | synonyms:
         assert explain(name), name
     assert all(word.name in explain(word.vllm)[0] for word in WORDS.values() if word.vllm.isidentifier())
-    assert all(ours in explainable() and not set(ours) & NEVER for ours, *_ in ALIASES.values())
-    assert not ALIASES.keys() & set(explainable()), "a word of our own needs no alias"
+    assert all(ours in explainable() and ours not in NEVER for ours, *_ in (*ALIASES.values(), *PARTS.values()))
+    assert not {*ALIASES, *PARTS} & set(explainable()), "a word of our own needs no alias"
+    assert not ALIASES.keys() & PARTS.keys()
 
 
 def test_a_line_about_a_foreign_name_fits():
+    assert len(alias_names()) > 80
     assert all(len(line) <= 100 for name in alias_names() for line in explain(name))

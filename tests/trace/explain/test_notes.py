@@ -1,6 +1,7 @@
 """The notes speak of what there is, say what readers trip over, and hold no shape."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,37 @@ def test_terms_come_from_lines_that_exist():
     assert set(SPELLINGS.values()) <= TERMS.keys()
     assert TERMS_HERE.keys() <= TERMS.keys()
     assert FIELDS_HERE.keys() <= {name for _, name in batch_fields()}
+
+
+def is_used(file: str, start: str) -> bool:
+    """Whether production code uses what a line such as ``def render_totals`` begins: elsewhere in its file or by import.
+
+    A method or property is used where any module reads an attribute of its name.
+    """
+    name = re.sub(r"^(def|class) |\W.*", "", start)
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+    body = trees[PACKAGE / file].body
+    own = [
+        node
+        for node in body
+        if getattr(node, "name", "") == name or ast.unparse(node).startswith((f"{name} =", f"{name}:"))
+    ]
+    if not own:  # of a class
+        readers = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        return any(node.attr == name for node in readers)
+    module = "tinyllm." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    imports = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    if any(node.module == module and alias.name == name for node in imports for alias in node.names):
+        return True
+    return any(isinstance(n, ast.Name) and n.id == name for node in body if node not in own for n in ast.walk(node))
+
+
+def test_terms_come_from_code_that_runs():
+    """A term that sends the reader to code which nothing but a test calls would explain what the trace does not do."""
+    places = {(term.file, term.start) for term in TERMS.values()}
+    assert len(places) > 40
+    assert [place for place in sorted(places) if not is_used(*place)] == []
+    assert not is_used("trace/explain/texts.py", "def no_such_function"), "the rule finds what it looks for"
 
 
 def test_no_shape_is_typed_into_a_reason(typed_shape):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_batch_tensors_show_their_values(traced, one):
     for step in steps:
         meaning = one("cu_seqlens_q", "cu_seqlens_q", step)
         ends = ",".join(map(str, step.batch_values["cu_seqlens_q"]))
-        assert meaning["here"][0] == f"[R+1] = [{len(step.requests) + 1}] = [{ends}]"
+        assert meaning["here"][0] == f"[R+1]=[{len(step.requests) + 1}] = [{ends}]"
         assert meaning["here"][-1].startswith(f"R+1 = {len(step.requests) + 1}: {len(step.requests)} + 1, an end")
 
 
@@ -97,18 +98,18 @@ def test_batch_tensors_show_their_values(traced, one):
         ("heads", 0, ["h = 8 in split_heads", "h = 4 in rope q, the caller's num_heads",
                       "h = 2 in rope k, the caller's num_kv_heads"]),
         ("scores", 0, ["attend A [2,2,5,5]", "attend B [2,2,3,3]"]),
-        ("seq_lens", 1, ["[R] = [2] = [6,4]", "A 5 before + 1 now, B 3 before + 1 now",
+        ("seq_lens", 1, ["[R]=[2] = [6,4]", "A 5 before + 1 now, B 3 before + 1 now",
                          "6 + 4 = 10 keys are read by T = 2 rows"]),
-        ("cu_seqlens_q", 0, ["[R+1] = [3] = [0,5,8]", "A has rows 0..4, B has rows 5..7",
+        ("cu_seqlens_q", 0, ["[R+1]=[3] = [0,5,8]", "A has rows 0..4, B has rows 5..7",
                              "0 where the first begins, then each one's end: 0 + 5 = 5, 5 + 3 = 8",
                              "R+1 = 3: 2 + 1, an end for each request and the first begin"]),
-        ("slot_mapping", 0, ["[T] = [8] = [4,5,6,7,8,12,13,14]",
+        ("slot_mapping", 0, ["[T]=[8] = [4,5,6,7,8,12,13,14]",
                              "A writes 4..8: its last, position 4, is place 0 of block 2, 2 * 4 + 0 = 8",
                              "B writes 12..14: its last, position 2, is place 2 of block 3, 3 * 4 + 2 = 14"]),
-        ("block_table", 0, ["[R,MB] = [2,2] = [[1,2],[3,0]]", "A: 5 tokens need 2 blocks of 4 slots",
+        ("block_table", 0, ["[R,MB]=[2,2] = [[1,2],[3,0]]", "A: 5 tokens need 2 blocks of 4 slots",
                             "B: 3 tokens need 1 block of 4 slots, and 1 x padding"]),
-        ("positions", 1, ["[T] = [2] = [5,3]", "A stands at 5, B stands at 3"]),
-        ("logits_indices", 0, ["[N] = [2] = [4,7]",
+        ("positions", 1, ["[T]=[2] = [5,3]", "A stands at 5, B stands at 3"]),
+        ("logits_indices", 0, ["[N]=[2] = [4,7]",
                                "A's rows end before 5, so its last is 4, B's rows end before 8, so its last is 7"]),
         ("pairs", 0, ["A 15 of 25, B 6 of 9"]),
         ("qkv_proj", 0, ["qkv_proj [8,64]@[64,128] -> [8,128], 2 times"]),
@@ -116,6 +117,30 @@ def test_batch_tensors_show_their_values(traced, one):
 )  # fmt: skip
 def test_reasons_in_numbers(pair, word, index, said, meanings):
     assert meanings(word, pair[index])[0]["here"] == said
+
+
+@pytest.mark.parametrize(
+    ("row", "slot", "said"),
+    [
+        (
+            3,
+            9,
+            "A writes 4..6, 9, 8: position 3 is place 3 of block 1, 1 * 4 + 3 = 7, but slot_mapping says 9: it is wrong",
+        ),
+        (
+            4,
+            12,
+            "A writes 4..7, 12: position 4 is place 0 of block 2, 2 * 4 + 0 = 8, but slot_mapping says 12: it is wrong",
+        ),
+    ],
+)
+def test_a_wrong_slot_is_not_explained_as_right(pair, row, slot, said, meanings):
+    slots = list(pair[0].batch_values["slot_mapping"])
+    slots[row] = slot
+    step = replace(pair[0], batch_values={**pair[0].batch_values, "slot_mapping": slots})
+    here = " ".join(meanings("slot_mapping", step)[0]["here"])
+    assert said in here and here.count("it is wrong") == 1
+    assert "it is wrong" not in " ".join(meanings("slot_mapping", pair[0])[0]["here"])
 
 
 def test_a_budget_that_cuts_a_prompt_is_named(traced):

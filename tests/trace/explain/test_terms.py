@@ -4,13 +4,14 @@ import pytest
 
 from tinyllm import SamplingParams
 from tinyllm.trace.session import trace_steps
+from tinyllm.trace.text import show_pieces
 
 
 @pytest.mark.parametrize(
     "word",
     ["FLOP", "FLOPs", "BYTE", "F/B", "BYTE/token", "e", "Hin", "Hout", "ridge", "bound", "us", "pairs", "result",
      "argument", "local", "weight", "view", "prefill", "decode", "mixed", "chunk", "preempt", "evicted", "freed",
-     "resumed", "new", "ledger", "append", "greedy", "A", "B", "rms", "alike", "memory-bound", "view of q",
+     "resumed", "new", "ledger", "append", "greedy", "A", "B", "rms", "others", "memory-bound", "view of q",
      "preempt B", "prefix hit", "prefix hit B", "null block", "block map", "kv bytes", "residual rms", "as before",
      "13 as before", "held back", "held back B", "not contiguous", "token budget 13/2048"],
 )  # fmt: skip
@@ -19,6 +20,16 @@ def test_what_stands_between_the_shapes_is_explained(word, pair, meanings, has_p
     for step in (None, pair[0]):
         assert all(has_parts(meaning, "is", "code") for meaning in meanings(word, step))
     assert any(has_parts(meaning, "why") for meaning in meanings(word))
+
+
+def test_a_token_may_be_a_piece_of_a_character(meanings, smollm2_tokenizer):
+    """What the trace prints of an emoji that is cut: its bytes, as the explanation says."""
+    pieces = [smollm2_tokenizer.token_text(token_id) for token_id in smollm2_tokenizer.encode("\N{ROCKET}")]
+    assert len(pieces) == 3 and show_pieces(pieces) == r"\xf0\x9f|\x9a|\x80"
+    (meaning,) = meanings("bpe")
+    assert " ".join(meaning["care"]).startswith(
+        "a token may be a piece of a character's bytes: an emoji of four bytes may"
+    )
 
 
 def test_e_is_told_from_the_kind(meanings):

@@ -6,7 +6,7 @@ line that begins with ``#|`` is the tracer's, and without these the file is back
 
 from tinyllm.trace.annotate.files import annotatable, find_source
 from tinyllm.trace.annotate.notes import MARK
-from tinyllm.trace.annotate.render import annotate, annotate_html, without_notes
+from tinyllm.trace.annotate.render import annotate, annotate_html
 from tinyllm.trace.annotate.runs import Run, record_calls
 
 __all__ = [
@@ -17,5 +17,4 @@ __all__ = [
     "annotate_html",
     "find_source",
     "record_calls",
-    "without_notes",
 ]

@@ -4,8 +4,8 @@ import ast
 from dataclasses import dataclass
 
 from tinyllm.trace.annotate.runs import Run
+from tinyllm.trace.calls import Call, Value
 from tinyllm.trace.dims import FunctionSpec
-from tinyllm.trace.recorder import Call, Value
 
 NOT_RUN = "not run here"
 

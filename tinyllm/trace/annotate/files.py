@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tinyllm.errors import ConfigError, brief
 from tinyllm.trace.explain.sources import show_path, tensor_files
-from tinyllm.trace.recorder import PACKAGE
+from tinyllm.trace.reading import PACKAGE
 
 
 def annotatable() -> list[str]:

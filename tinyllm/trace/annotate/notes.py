@@ -9,10 +9,10 @@ from tinyllm.shapes import WORDS
 from tinyllm.trace.annotate.calls import NOT_RUN, Shown, found_in, made_in, made_in_turn, show
 from tinyllm.trace.annotate.runs import Run
 from tinyllm.trace.annotate.statements import inner_blocks, is_list, makes_code, names_made, own_lines, returned_names
+from tinyllm.trace.calls import Value
 from tinyllm.trace.dims import FunctionSpec, Words, field_words, function_specs
 from tinyllm.trace.explain.sources import syntax_tree
-from tinyllm.trace.explain.texts import in_numbers, in_symbols
-from tinyllm.trace.recorder import Value
+from tinyllm.trace.shape_text import in_numbers, in_symbols
 
 MARK = "#|"
 NO_TENSOR, UNREACHED = "no tensor", "-"

@@ -10,8 +10,8 @@ from tinyllm.trace.annotate.files import find_source
 from tinyllm.trace.annotate.notes import MARK, Notes, notes_of
 from tinyllm.trace.annotate.runs import Run
 from tinyllm.trace.explain.sources import show_path, source_lines
-from tinyllm.trace.explain.texts import WIDTH
-from tinyllm.trace.recorder import PACKAGE
+from tinyllm.trace.reading import PACKAGE
+from tinyllm.trace.text import WIDTH
 
 
 def annotate(path: str | Path, runs: Sequence[Run], layer: int = 1) -> list[str]:
@@ -27,11 +27,6 @@ def annotate(path: str | Path, runs: Sequence[Run], layer: int = 1) -> list[str]
     for number, line in enumerate(source_lines(file), 1):
         lines += [line, *below.get(number, [])]
     return lines
-
-
-def without_notes(lines: Sequence[str]) -> list[str]:
-    """The source alone."""
-    return [line for line in lines if not line.lstrip().startswith(MARK)]
 
 
 def _by_line(notes: Sequence[Notes]) -> dict[int, list[str]]:

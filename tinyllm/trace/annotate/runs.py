@@ -8,11 +8,12 @@ from typing import Any
 
 from tinyllm.llm import LLM, Prompt
 from tinyllm.request import SamplingParams
-from tinyllm.scheduler import Schedule, ScheduledRequest
-from tinyllm.trace.decisions import request_label
+from tinyllm.scheduler import Schedule
+from tinyllm.trace.calls import Call
+from tinyllm.trace.decisions import computes_last_token, request_label
 from tinyllm.trace.ledger import Ledger
-from tinyllm.trace.recorder import Call, Recorder
-from tinyllm.trace.terminal.text import plural
+from tinyllm.trace.recorder import Recorder
+from tinyllm.trace.text import plural
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,8 @@ def record_calls(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingP
 
 def _phase(schedule: Schedule) -> str:
     """What all requests of the step do; "" where some do the one and some the other."""
-    phases = {"decode" if _is_decode(entry) else "prefill" for entry in schedule.scheduled}
+    phases = {"decode" if computes_last_token(entry) else "prefill" for entry in schedule.scheduled}
     return phases.pop() if len(phases) == 1 else ""
-
-
-def _is_decode(entry: ScheduledRequest) -> bool:
-    return entry.query_len == 1 and entry.num_computed_tokens >= entry.request.num_prompt_tokens
 
 
 def _shares(names: Sequence[str], schedule: Schedule) -> str:

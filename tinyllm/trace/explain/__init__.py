@@ -13,8 +13,9 @@ from tinyllm.errors import ConfigError, brief
 from tinyllm.trace.explain.aliases import alias_names, aliases
 from tinyllm.trace.explain.dictionary import meanings_by_word
 from tinyllm.trace.explain.sources import tensor_files
-from tinyllm.trace.explain.texts import MANY, WIDTH
+from tinyllm.trace.explain.texts import MANY
 from tinyllm.trace.record import StepRecord
+from tinyllm.trace.text import WIDTH
 
 __all__ = ["explain", "explainable", "tensor_files"]
 

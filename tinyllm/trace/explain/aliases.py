@@ -53,6 +53,16 @@ ALIASES: dict[str, tuple[str, str, str]] = {  # name -> our word, whose name it 
     "n_vocab": ("vocab_size", "others'", ""),
     "num_sched_tokens": ("num_tokens", "others'", ""),
     "attn_output": ("out", HUGGING_FACE, ""),
+    "c_proj": ("o_proj", "GPT-2's", "its MLP has a c_proj as well, which is down_proj here"),
+}
+
+PARTS: dict[str, tuple[str, str]] = {  # name -> our word for what holds or does the same, whose name it is
+    **dict.fromkeys(("wq", "wk", "wv"), ("qkv_proj", "Llama's own")),
+    "wo": ("o_proj", "Llama's own"),
+    **dict.fromkeys(("w1", "w3"), ("gate_up_proj", "Llama's own")),
+    "w2": ("down_proj", "Llama's own"),
+    "c_attn": ("qkv_proj", "GPT-2's"),
+    "c_fc": ("gate_up_proj", "GPT-2's"),
 }
 
 
@@ -62,7 +72,7 @@ def aliases() -> dict[str, tuple[str, list[str]]]:
     found: dict[str, tuple[str, list[str]]] = {}
     for name, (ours, whose, remark) in ALIASES.items():
         found[name.lower()] = f"{name} is {whose} name of {ours}" + (f"; {remark}" if remark else "") + ".", [ours]
-    for group in _names_of_others():
+    for group in (_parts(), *_names_of_others()):
         for name, (owners, ours, is_whole) in group.items():
             said = "name of" if is_whole else "name; its part is played here by"
             found.setdefault(name.lower(), (f"{name} is {join_and(owners)} {said} {join_and(ours)}.", ours))
@@ -73,7 +83,12 @@ def aliases() -> dict[str, tuple[str, list[str]]]:
 @functools.cache
 def alias_names() -> list[str]:
     """Every such name as its project spells it."""
-    return [*ALIASES, *(name for group in _names_of_others() for name in group)]
+    return [*ALIASES, *PARTS, *(name for group in _names_of_others() for name in group)]
+
+
+def _parts() -> dict[str, tuple[list[str], list[str], bool]]:
+    """The list of parts in the form of `_names_of_others`."""
+    return {name: ([whose], [ours], False) for name, (ours, whose) in PARTS.items()}
 
 
 def _names_of_others() -> Iterator[dict[str, tuple[list[str], list[str], bool]]]:

@@ -19,7 +19,7 @@ from tinyllm.trace.explain.sources import (
 from tinyllm.trace.explain.texts import Meaning, first_few, others_names
 from tinyllm.trace.record import StepRecord, to_symbol
 from tinyllm.trace.recorder import PACKAGE
-from tinyllm.trace.terminal.details import fill_numbers
+from tinyllm.trace.shape_text import fill_numbers
 
 GLOSSARY = PACKAGE / "shapes.py"
 SCOPES = {

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tinyllm.trace.dims import Words, field_words
 from tinyllm.trace.explain.notes.fields import FIELDS
-from tinyllm.trace.explain.sizes import for_each, rows_by_request
+from tinyllm.trace.explain.sizes import for_each, request_dims, rows_by_request
 from tinyllm.trace.explain.sources import BATCH, line_of, place_of, show_place, source_lines, tensor_functions
 from tinyllm.trace.explain.tensors import axis_lines, evaluated_shapes
 from tinyllm.trace.explain.texts import (
@@ -12,14 +12,11 @@ from tinyllm.trace.explain.texts import (
     Meaning,
     few_lines,
     first_few,
-    in_numbers,
-    in_symbols,
     others_names,
-    show_values,
 )
 from tinyllm.trace.record import StepRecord, TensorRecord
-from tinyllm.trace.terminal.options import ENDLESS
-from tinyllm.trace.terminal.text import plural, show_runs, show_span
+from tinyllm.trace.shape_text import in_symbols, show_shape
+from tinyllm.trace.text import ENDLESS, plural, show_count, show_list, show_runs, show_span
 
 
 def explain_field(class_name: str, name: str, step: StepRecord | None) -> Meaning:
@@ -53,9 +50,7 @@ def _values_here(name: str, tensor: TensorRecord | None, step: StepRecord | None
     """The tensor's shape and values in the step, and how they come about."""
     if step is None or tensor is None:
         return
-    values = step.batch_values.get(name)
-    shown = f" = {show_values(values)}" if values is not None else ""
-    yield f"{in_symbols(tensor.words)} = {in_numbers(tensor.shape)}{shown}"
+    yield f"{show_shape(tensor.words, tensor.shape)} = {show_list(step.batch_values[name])}"
     if name in FIELDS_HERE:
         yield from FIELDS_HERE[name](step)
 
@@ -83,28 +78,28 @@ def _keys_here(step: StepRecord) -> Iterator[str]:
 
 
 def _slots_here(step: StepRecord) -> Iterator[str]:
-    """Each request's slots, and its last one as a calculation."""
-    for request in step.requests[:MANY]:
-        position, size = request.seq_len - 1, request.block_size
-        block, place = request.block_ids[position // size], position % size
-        slots = [
-            request.block_ids[p // size] * size + p % size for p in range(request.num_computed_tokens, position + 1)
-        ]
-        last = f"its last, position {position}," if len(slots) > 1 else f"position {position}"
-        yield (
-            f"{request.label} writes {_runs(slots)}: {last} is place {place} of block {block}, "
-            f"{block} * {size} + {place} = {slots[-1]}"
-        )
+    """Each request's slots as recorded, and its last one, or the first that is wrong, as a calculation."""
+    recorded = step.batch_values["slot_mapping"]
+    for request, start, end in rows_by_request(step)[:MANY]:
+        size, first, slots = request.block_size, request.num_computed_tokens, recorded[start:end]
+        due = [request.block_ids[p // size] * size + p % size for p in range(first, request.seq_len)]
+        wrong = [i for i, (slot, expected) in enumerate(zip(slots, due, strict=True)) if slot != expected]
+        row = wrong[0] if wrong else len(due) - 1
+        block, place = divmod(due[row], size)
+        which = f"position {first + row}" if wrong or len(due) == 1 else f"its last, position {first + row},"
+        text = f"{which} is place {place} of block {block}, {block} * {size} + {place} = {due[row]}"
+        error = f", but slot_mapping says {slots[row]}: it is wrong" if wrong else ""
+        yield f"{request.label} writes {_runs(slots)}: {text}{error}"
 
 
 def _table_here(step: StepRecord) -> Iterator[str]:
     """How many blocks each request needs, and what fills its line up."""
     width = step.dims["max_blocks"]
     for request in step.requests[:MANY]:
-        count = -(-request.seq_len // request.block_size)
+        count = request_dims(request)["num_req_blocks"]
         padding = f", and {width - count} x padding" if count < width else ""
         tokens = "token needs" if request.seq_len == 1 else "tokens need"
-        blocks = f"{count} {plural(count, 'block')} of {request.block_size} slots"
+        blocks = f"{show_count(count, 'block')} of {request.block_size} slots"
         yield f"{request.label}: {request.seq_len} {tokens} {blocks}{padding}"
 
 

@@ -8,8 +8,8 @@ from tinyllm.shapes import WORDS, Word, evaluate
 from tinyllm.trace.explain.sources import spec_of
 from tinyllm.trace.explain.texts import MANY, first_few, join_and
 from tinyllm.trace.record import RequestRecord, StepRecord, to_symbol
-from tinyllm.trace.terminal.details import fill_numbers
-from tinyllm.trace.terminal.text import plural
+from tinyllm.trace.shape_text import fill_numbers
+from tinyllm.trace.text import plural
 
 
 def sizes_here(word: Word, step: StepRecord) -> Iterator[str]:
@@ -105,8 +105,10 @@ def rows_by_request(step: StepRecord) -> list[tuple[RequestRecord, int, int]]:
 
 def request_dims(request: RequestRecord) -> dict[str, int]:
     """The sizes that one request has for itself, by word."""
-    num_blocks = -(-request.seq_len // request.block_size)
-    return {"query_len": request.query_len, "seq_len": request.seq_len, "num_req_blocks": num_blocks}
+    sizes = {"query_len": request.query_len, "seq_len": request.seq_len, "block_size": request.block_size}
+    num_blocks = evaluate(WORDS["num_req_blocks"].formula, sizes)
+    assert num_blocks is not None
+    return {**sizes, "num_req_blocks": num_blocks}
 
 
 def _request_sizes(word: Word, step: StepRecord) -> Iterator[str]:

@@ -104,7 +104,8 @@ class Module:
     @property
     def is_called(self) -> bool:
         """Whether its owner calls it; of others the weight is read, or the items are called."""
-        return f"self.{self.name}(" in self.file.read_text(encoding="utf-8")
+        calls = [node.func for node in ast.walk(syntax_tree(self.file)) if isinstance(node, ast.Call)]
+        return any(ast.unparse(called) == f"self.{self.name}" for called in calls)
 
 
 @functools.cache

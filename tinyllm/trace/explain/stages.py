@@ -1,7 +1,6 @@
 """A stage, or another function of the model: shapes and costs as formulas, and its rows in a step."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS, PAIRS, STAGES, Stage
@@ -9,10 +8,17 @@ from tinyllm.trace.dims import FunctionSpec, Words
 from tinyllm.trace.explain.notes.functions import FUNCTIONS, MODULES
 from tinyllm.trace.explain.notes.note import Note
 from tinyllm.trace.explain.sources import Module, place_of, show_place, spec_of, tensor_functions
-from tinyllm.trace.explain.texts import Meaning, few_lines, in_numbers, in_symbols, others_names
+from tinyllm.trace.explain.texts import Meaning, few_lines, others_names
 from tinyllm.trace.record import Operation, StepRecord
-from tinyllm.trace.terminal.details import fill_numbers
-from tinyllm.trace.terminal.tensors import title_of
+from tinyllm.trace.shape_text import (
+    all_shapes,
+    fill_numbers,
+    fill_template,
+    in_numbers,
+    in_symbols,
+    show_shape,
+    with_slots,
+)
 
 
 def explain_function(spec: FunctionSpec, step: StepRecord | None) -> Meaning:
@@ -67,7 +73,7 @@ def explain_module(module: Module, step: StepRecord | None) -> Meaning:
     return Meaning(f"{module.name}: the {module.class_name} of {module.owner}", (
         ("is", spec.summary if stage or "weight" not in words else "a weight that some stage reads"),
         ("why", note.why),
-        ("shapes", _fill(stage.template, words, in_symbols) if stage else "" if "weight" in words else _signature(spec)),
+        ("shapes", fill_template(stage.template, words, in_symbols) if stage else "" if "weight" in words else _signature(spec)),
         ("here", _rows_here(rows) if step and stage else ""),
         ("weight", _weight(words["weight"], rows) if "weight" in words else ""),
         ("costs", "\n".join(_costs(stage, rows)) if stage else ""),
@@ -79,8 +85,8 @@ def explain_module(module: Module, step: StepRecord | None) -> Meaning:
 
 def _weight(words: Words, rows: Sequence[Operation]) -> str:
     """How the weight is stored; with a row of the step, its sizes too."""
-    sizes = f" = {in_numbers(rows[0].tensors['weight'].shape)}" if rows else ""
-    return f"stored as {in_symbols(words)}{sizes}, one row for each output"
+    shape = show_shape(words, rows[0].tensors["weight"].shape) if rows else in_symbols(words)
+    return f"stored as {shape}, one row for each output"
 
 
 def _words_in(spec: FunctionSpec, own_words: Mapping[str, str]) -> dict[str, Words]:
@@ -94,22 +100,13 @@ def _words_in(spec: FunctionSpec, own_words: Mapping[str, str]) -> dict[str, Wor
 
 def _stage_shapes(stage: Stage, spec: FunctionSpec, rows: Sequence[Operation]) -> str:
     """How the stage's rows read in symbols."""
-    return _fill(stage.symbolic or stage.template, _words_in(spec, {}) | _words_of_items(rows), in_symbols)
+    words = _words_in(spec, {}) | _words_of_items(rows)
+    return fill_template(stage.symbolic or stage.template, words, in_symbols, lambda name: name.partition("[")[0])
 
 
 def _words_of_items(rows: Sequence[Operation]) -> dict[str, Words]:
     """The words of a list's items, such as ``pieces[0]``: only a row can tell."""
     return {name: tensor.words for row in rows[:1] for name, tensor in row.tensors.items() if name in row.inputs}
-
-
-def _fill(template: str, values: Mapping[str, Sequence], show: Callable[[Sequence], str]) -> str:
-    """The template with the axes of its tensors, ``.T`` as the product uses a weight; unknown ones keep their names."""
-
-    def insert(match: re.Match[str]) -> str:
-        found = values.get(match[1])
-        return show(found[::-1] if match[2] else found) if found is not None else match[1].partition("[")[0]
-
-    return re.sub(r"\{([\w\[\]]+?)(\.T)?\}", insert, template)
 
 
 def _rows_here(rows: Sequence[Operation]) -> str:
@@ -118,8 +115,8 @@ def _rows_here(rows: Sequence[Operation]) -> str:
         return "no row of this step"
     counts: dict[str, int] = {}
     for operation in rows:
-        shapes = {name: tensor.shape for name, tensor in operation.tensors.items()}
-        text = f"{title_of(operation)} {_fill(operation.stage.template, shapes, in_numbers)}"
+        template = with_slots(operation, operation.stage.template)
+        text = f"{operation.title} {fill_template(template, all_shapes(operation), in_numbers)}"
         counts[text] = counts.get(text, 0) + 1
     return "\n".join(few_lines([text + (f", {count} times" if count > 1 else "") for text, count in counts.items()]))
 
@@ -131,11 +128,11 @@ def _costs(stage: Stage, rows: Sequence[Operation]) -> Iterator[str]:
     flops = "? (it depends on the values)" if stage.flops is None else stage.flops.replace(PAIRS, "pairs")
     yield f"FLOP {flops}{pairs if PAIRS in (stage.flops or '') else ''}"
     if shown and shown.flops and stage.flops:
-        yield f"= {fill_numbers(stage.flops, shown.sizes)} = {shown.flops:,} for {title_of(shown)}"
+        yield f"= {fill_numbers(stage.flops, shown.sizes)} = {shown.flops:,} for {shown.title}"
     if stage.read == stage.write == "0":
         yield "BYTE 0: nothing moves, the same storage is read in another way"
         return
     unit = ", where e is the size of one value" if "e*" in stage.read else ""
     yield f"BYTE read {stage.read}, write {stage.write}{unit}"
     if shown:
-        yield f"= {shown.bytes_read:,} read and {shown.bytes_written:,} written by {title_of(shown)}"
+        yield f"= {shown.bytes_read:,} read and {shown.bytes_written:,} written by {shown.title}"

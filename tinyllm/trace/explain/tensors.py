@@ -12,10 +12,9 @@ from tinyllm.trace.explain.notes.functions import LOCALS
 from tinyllm.trace.explain.notes.note import Note
 from tinyllm.trace.explain.sizes import request_dims, sizes_of
 from tinyllm.trace.explain.sources import Place, show_place, spec_of, syntax_tree
-from tinyllm.trace.explain.texts import MANY, Meaning, few_lines, first_few, in_numbers, in_symbols, others_names
+from tinyllm.trace.explain.texts import MANY, Meaning, few_lines, first_few, others_names
 from tinyllm.trace.record import StepRecord, to_symbol
-from tinyllm.trace.terminal.tensors import title_of
-from tinyllm.trace.terminal.text import with_symbols
+from tinyllm.trace.shape_text import in_numbers, in_symbols, show_shape, with_symbols
 
 
 def explain_tensor(name: str, words: Words, places: Sequence[Place], step: StepRecord | None) -> Meaning:
@@ -26,7 +25,7 @@ def explain_tensor(name: str, words: Words, places: Sequence[Place], step: StepR
     role = next(iter(roles)) if len(roles) == 1 else "tensor"
     where = shown.spec.qualname if len(places) == 1 else f"{len(places)} functions"
     return Meaning(f"{name} {in_symbols(words)}: {_article(role)} of {where}", (
-        ("is", note.what or _origin(name, shown)),
+        ("is", note.what or _origin(shown)),
         ("why", "\n".join([*([note.why] if note.why else []), *axis_lines(words, step)])),
         ("here", "\n".join(_shapes_here(name, words, places, step)) if step else ""),
         ("care", note.care),
@@ -39,7 +38,7 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _origin(name: str, place: Place) -> str:
+def _origin(place: Place) -> str:
     """What a name stands for: the statement that makes a local, or the contract of the function that takes it."""
     if place.is_argument:
         return f"what {place.spec.qualname} is given: {place.spec.summary or 'see its source'}"
@@ -68,7 +67,7 @@ def _shapes_here(name: str, words: Words, places: Sequence[Place], step: StepRec
     specs = [place.spec for place in places]
     rows = [operation for operation in step.operations if spec_of(operation) in specs and name in operation.tensors]
     if rows:
-        shapes = [f"{title_of(operation)} {in_numbers(operation.tensors[name].shape)}" for operation in rows]
+        shapes = [f"{operation.title} {in_numbers(operation.tensors[name].shape)}" for operation in rows]
         yield from few_lines(list(dict.fromkeys(shapes)))
     elif any(spec.qualname in STAGES for spec in specs):
         yield "this step did not make it"
@@ -84,4 +83,4 @@ def evaluated_shapes(words: Words, step: StepRecord) -> Iterator[str]:
         shape = [evaluate(word, sizes) for word in words]
         if None not in shape:
             whose = f" for {request.label}" if request else ""
-            yield f"{in_symbols(words)} = {in_numbers(shape)}{whose}, by the sizes of this step"
+            yield f"{show_shape(words, shape)}{whose}, by the sizes of this step"

@@ -10,7 +10,7 @@ from tinyllm.trace.explain.sources import line_of, show_place
 from tinyllm.trace.explain.texts import MANY, Meaning, first_few
 from tinyllm.trace.record import RequestRecord, StepRecord
 from tinyllm.trace.recorder import PACKAGE
-from tinyllm.trace.terminal.text import plural
+from tinyllm.trace.text import show_count
 
 
 def explain_term(name: str, term: Term, step: StepRecord | None) -> Meaning:
@@ -34,7 +34,7 @@ def _phase_here(step: StepRecord) -> list[str]:
 
 def _doing(request: RequestRecord) -> str:
     count = request.query_len
-    return "decodes" if request.is_decode else f"prefills {count} {plural(count, 'token')}"
+    return "decodes" if request.is_decode else f"prefills {show_count(count, 'token')}"
 
 
 def _chunks_here(step: StepRecord) -> list[str]:

@@ -1,12 +1,11 @@
-"""The form of an explanation: a title with labelled parts, and how these show shapes, names and long lists."""
+"""The form of an explanation: a title with labelled parts, and how these show names and long lists."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tinyllm.trace.record import to_symbol
+from tinyllm.trace.text import WIDTH
 
-WIDTH = 100
 LABEL = 8  # columns of a part's label
 MANY = 6  # requests, rows or places that are listed one by one
 
@@ -27,22 +26,6 @@ class Meaning:
             for i, paragraph in enumerate(text.split("\n") if text else ()):
                 head = f"  {'' if i else label:{LABEL}}"
                 yield from textwrap.wrap(paragraph, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-
-
-def in_symbols(words: Sequence[str]) -> str:
-    """Dimension words as a shape, each by its symbol."""
-    return f"[{','.join(map(to_symbol, words))}]"
-
-
-def in_numbers(shape: Iterable[int | None]) -> str:
-    """Sizes as a shape."""
-    return f"[{','.join(map(str, shape))}]"
-
-
-def show_values(values: Sequence) -> str:
-    """Numbers, or rows of numbers, with the middle of a long list left out."""
-    texts = [show_values(value) if isinstance(value, list) else str(value) for value in values]
-    return f"[{','.join(texts if len(texts) <= 8 else [*texts[:5], '...', *texts[-2:]])}]"
 
 
 def others_names(vllm: str, huggingface: str) -> str:

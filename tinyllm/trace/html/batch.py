@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from tinyllm.trace.html.markup import Html, figure, group, label, line, outlines, picture, rect
-from tinyllm.trace.html.words import Tokens, colour_class, count_tokens, is_dry, shorten, show_token
+from tinyllm.trace.html.words import Tokens, colour_class, shorten, show_token
 from tinyllm.trace.record import RequestRecord, StepRecord
-from tinyllm.trace.terminal.text import plural, show_list
+from tinyllm.trace.text import show_count, show_list
 
 MAX_CELLS = 36  # more tokens are drawn as one bar a request
 CELL, LEFT, TOP = 60, 116, 30
@@ -15,7 +15,7 @@ FULL_WIDTH, NARROWEST = 800, 48  # of the bars
 
 def batch_figure(step: StepRecord, tokens: Tokens) -> Html:
     """The flat batch as a strip: one cell a token, `cu_seqlens_q` above, position and slot below."""
-    num_tokens, ends = count_tokens(step), step.batch_values["cu_seqlens_q"]
+    num_tokens, ends = step.dims["num_tokens"], step.batch_values["cu_seqlens_q"]
     is_detailed = num_tokens <= MAX_CELLS
     edges = _edges(ends, is_detailed)
     spans = "; ".join(
@@ -39,8 +39,8 @@ def _edges(ends: Sequence[int], is_detailed: bool) -> list[float]:
 
 
 def _caption(step: StepRecord) -> str:
-    num_reqs, num_tokens, values = len(step.requests), count_tokens(step), step.batch_values
-    counts = f"{num_reqs} {plural(num_reqs, 'request')}, {num_tokens} {plural(num_tokens, 'row')}, no padding."
+    num_reqs, num_tokens, values = len(step.requests), step.dims["num_tokens"], step.batch_values
+    counts = f"{show_count(num_reqs, 'request')}, {show_count(num_tokens, 'row')}, no padding."
     borders = (
         f"cu_seqlens_q = {show_list(values['cu_seqlens_q'])} holds the borders: one more than there are requests, as each "
         "end is the next one's begin."
@@ -89,7 +89,7 @@ def _cell_texts(step: StepRecord, request: RequestRecord, row: int, tokens: Toke
     text = tokens.get((request.label, position))
     if text:
         yield label(x, TOP + 20, shorten(show_token(text), 7), "token")
-    yield label(x, TOP + 38, "?" if is_dry(request) else str(values["token_ids"][row]), "on small")
+    yield label(x, TOP + 38, "?" if request.is_dry else str(values["token_ids"][row]), "on small")
     yield label(x, 106, str(position))
     yield label(x, 128, str(values["slot_mapping"][row]))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tinyllm.trace.html.markup import Html, element, figure, group, label, line, outlines, picture, rect
 from tinyllm.trace.html.words import colour_class, with_unit
 from tinyllm.trace.record import BlockSpan, StepRecord
-from tinyllm.trace.terminal.text import plural, show_runs, show_span
+from tinyllm.trace.text import show_count, show_runs, show_span
 
 MAX_BLOCKS = 64  # a larger pool is drawn as one cell a span
 MAX_SLOTS = 16
@@ -73,7 +73,7 @@ def _change(span: BlockSpan, before: tuple[str, ...]) -> str:
 def count_slots(step: StepRecord) -> dict[int, tuple[int, int]]:
     """By block id: how many slots hold a token after the step, and how many of them it writes."""
     block_size = step.dims["block_size"]
-    written = Counter(slot // block_size for slot in step.batch_values.get("slot_mapping", ()))
+    written = Counter(slot // block_size for slot in step.batch_values["slot_mapping"])
     filled: dict[int, int] = {}
     for request in step.requests:
         for i, block_id in enumerate(request.block_ids):
@@ -166,7 +166,7 @@ def _caption(step: StepRecord, blocks: Sequence[Block], previous: StepRecord | N
     size, num_bytes = step.dims["block_size"], with_unit(step.kv_bytes_per_token, "B")
     parts = [
         _changes(blocks, previous),
-        f"Each block has {size} {plural(size, 'slot')} of {num_bytes}, one token's keys and values in all layers (dark: "
+        f"Each block has {show_count(size, 'slot')} of {num_bytes}, one token's keys and values in all layers (dark: "
         "holds a token, with a dot: written in this step, light: empty).",
         "Block 0 is never used: padding points to it.",
     ]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from math import prod, sqrt
 
 from tinyllm.trace.html.markup import Html, figure, group, label, line, outlines, picture, rect, small_figure
-from tinyllm.trace.html.words import show_shape
 from tinyllm.trace.record import Operation, StepRecord, TensorRecord
+from tinyllm.trace.shape_text import in_numbers, in_symbols
 
 HEAD, HEAD_GAP = 34, 6
 SCALE = 2.4  # pixels for the square root of one element
@@ -58,7 +58,7 @@ def tensors_figure(step: StepRecord) -> Html | None:
         parts.append(row)
         y, width = y + height + 42, max(width, row_width)
     texts = (
-        f"{op.label}: " + ", ".join(f"{name} {show_shape(op.tensors[name], False)}" for name in _names(op))
+        f"{op.label}: " + ", ".join(f"{name} {in_numbers(op.tensors[name].shape)}" for name in _names(op))
         for op in drawn
     )
     svg = picture(width + 8, y, f"Tensors of step {step.index} in scale", "; ".join(texts) + ".", *parts)
@@ -85,9 +85,8 @@ def _row_of_boxes(operation: Operation, y: float) -> tuple[Html, float, float]:
     turned = "{weight.T}" in operation.stage.template
     sizes = {name: _sides(operation.tensors[name], turned and name == "weight") for name in _names(operation)}
     height = max(26.0, *(side for _, side in sizes.values()))
-    name = operation.label + (f" {operation.request}" if operation.request else "")
     shapes: list[Html] = []
-    texts = [label(LEFT - 14, y + height / 2 + 4, name, "name", "end")]
+    texts = [label(LEFT - 14, y + height / 2 + 4, operation.title, "name", "end")]
     x = float(LEFT)
     for i, (tensor_name, (box_width, box_height)) in enumerate(sizes.items()):
         sign = "" if i == 0 else "→" if i >= len(operation.inputs) else "@" if turned else "·"
@@ -96,9 +95,10 @@ def _row_of_boxes(operation: Operation, y: float) -> tuple[Html, float, float]:
             x += 24
         tensor = operation.tensors[tensor_name]
         shapes.append(_box(tensor, tensor_name, x, y + (height - box_height) / 2, box_width, box_height))
-        names = _box_name(tensor, tensor_name, is_turned := turned and tensor_name == "weight")
+        order = slice(None, None, -1 if turned and tensor_name == "weight" else 1)
+        names = ("" if tensor_name.startswith("result") else f"{tensor_name} ") + in_numbers(tensor.shape[order])
         texts.append(label(x, y + height + 16, names, "small"))
-        texts.append(label(x, y + height + 29, show_shape(tensor, True, is_turned), "small quiet"))
+        texts.append(label(x, y + height + 29, in_symbols(tensor.words[order]), "small quiet"))
         if box_width == LONGEST or box_height == LONGEST / 2:
             texts.append(label(x + box_width - 6, y + height / 2 + 4, "//", None, "end"))
         x += max(box_width, 6.2 * len(names) + 6)
@@ -116,8 +116,3 @@ def _box(tensor: TensorRecord, name: str, x: float, y: float, width: float, heig
     class_ = "weight" if tensor.storage == "weight" else "box"
     shape = ",".join(map(str, tensor.shape))
     return rect(x, y, width, height, class_, data_tensor=name, data_shape=shape)
-
-
-def _box_name(tensor: TensorRecord, name: str, is_turned: bool) -> str:
-    shown = "" if name.startswith("result") else f"{name} "
-    return f"{shown}{show_shape(tensor, False, is_turned)}"

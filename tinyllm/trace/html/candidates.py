@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from tinyllm.trace.html.markup import Html, group, label, outlines, picture, rect, small_figure
-from tinyllm.trace.html.words import colour_class, is_dry, shorten, show_share, show_token
+from tinyllm.trace.html.words import colour_class, shorten, show_share, show_token
 from tinyllm.trace.record import Candidate, RequestRecord, StepRecord
 
 BAR_LEFT, BAR_WIDTH, BAR_HEIGHT = 104, 146, 24
@@ -32,7 +32,7 @@ def fate(request: RequestRecord) -> str:
     name = f"Request {request.label}"
     if not request.samples:
         return f"{name}: its prompt goes on in a later step, so this row's token is thrown away."
-    if is_dry(request):
+    if request.is_dry:
         return f"{name}: no values, so no token: a dry run."
     if request.chosen is None:
         return f"{name}: no token, as its logits are NaN or all -inf."

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable
 
-from tinyllm.trace.terminal.text import make_printable
+from tinyllm.trace.text import make_printable
 
 Value = str | int | float | None
 VOID = frozenset({"br", "col", "meta", "rect", "line", "circle", "path"})

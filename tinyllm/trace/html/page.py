@@ -4,22 +4,21 @@ from collections.abc import Iterator
 
 from tinyllm.shapes import WORDS, Word
 from tinyllm.trace.costs import KIND_LETTERS
+from tinyllm.trace.fold import fold_layers
 from tinyllm.trace.html.boxes import heads_figure
-from tinyllm.trace.html.fold import fold_layers
 from tinyllm.trace.html.markup import Html, code, disclosure, element, exact, join, table
 from tinyllm.trace.html.roofline import Cost, sum_stages
 from tinyllm.trace.html.step import render_step, step_title
-from tinyllm.trace.html.words import colour_class, count_tokens, read_tokens, show_dims, show_token, with_unit
+from tinyllm.trace.html.words import colour_class, read_tokens, show_dims, show_token, with_unit
 from tinyllm.trace.record import Operation, PromptRecord, RunRecord, StepRecord, to_symbol
-from tinyllm.trace.terminal.text import plural, show_number
+from tinyllm.trace.shape_text import KV_WORDS, show_shape
+from tinyllm.trace.text import show_count, show_number
 
 KIND_MEANINGS = {
     "matmul": "a matrix product", "elementwise": "each value by itself", "reduce": "sums or maxima over an axis",
     "gather": "copies chosen rows", "cache write": "writes keys and values into the pool",
     "view": "the same bytes with other axes", "host": "plain Python, no tensor work",
 }  # fmt: skip
-
-KV_WORDS = ("num_layers", "2", "num_blocks", "block_size", "num_kv_heads", "head_dim")  # the axes of the pool
 
 
 def render_body(run: RunRecord, ridge: float | None) -> Html:
@@ -55,18 +54,17 @@ def _section(name: str, title: str, content: Html) -> Html:
 
 def _subtitle(run: RunRecord) -> str:
     num_reqs, num_steps = len({request.label for step in run.steps for request in step.requests}), len(run.steps)
-    return f"{run.model}: {num_reqs} {plural(num_reqs, 'request')}, {num_steps} {plural(num_steps, 'step')}"
+    return f"{run.model}: {show_count(num_reqs, 'request')}, {show_count(num_steps, 'step')}"
 
 
 def _run(run: RunRecord) -> Html:
     flops, num_bytes = sum(step.flops for step in run.steps), sum(step.num_bytes for step in run.steps)
-    symbols, pool = ",".join(map(to_symbol, KV_WORDS)), ",".join(map(str, run.kv_shape))
     facts = [
         ("model", run.model),
         ("numbers", run.dtype),
         ("attention", run.attention),
         ("prefix caching", "on" if run.prefix_caching else "off"),
-        ("key/value pool", f"[{symbols}] = [{pool}], {with_unit(run.kv_bytes, 'B')}"),
+        ("key/value pool", f"{show_shape(KV_WORDS, run.kv_shape)}, {with_unit(run.kv_bytes, 'B')}"),
         ("all steps", f"{with_unit(flops, 'FLOP')}, {with_unit(num_bytes, 'B')}"),
     ]
     return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in facts))
@@ -85,7 +83,7 @@ def _prompts(run: RunRecord) -> Html:
         items.append(element("div", _badge(prompt.label), _pieces(prompt), class_="prompt"))
         if answer is not None:
             count = len(answer.token_ids)
-            text = f"{count} {plural(count, 'token')}, ended by {answer.finish_reason}"
+            text = f"{show_count(count, 'token')}, ended by {answer.finish_reason}"
             items.append(element("p", "answer: ", element("q", show_token(answer.text)), f" ({text})", class_="answer"))
     note = "A box is a token, a gap the border of a word; ␣ stands for a space, which belongs to the token behind it."
     return join([element("p", note), *items])
@@ -105,7 +103,7 @@ def _pieces(prompt: PromptRecord) -> Html:
         "word": len(prompt.words),
         "token": sum(map(len, prompt.words)),
     }
-    size = ", ".join(f"{count} {plural(count, noun)}" for noun, count in counts.items())
+    size = ", ".join(f"{show_count(count, noun)}" for noun, count in counts.items())
     return element("div", element("div", *words, class_="words"), element("small", size))
 
 
@@ -186,7 +184,7 @@ def _comparison(run: RunRecord, ridge: float | None) -> Html:
 
 
 def _step_row(step: StepRecord) -> Html:
-    num_tokens = count_tokens(step)
+    num_tokens = step.dims["num_tokens"]
     numbers = [
         exact(step.flops, show_number(step.flops)), exact(step.num_bytes, show_number(step.num_bytes)),
         f"{step.flops / step.num_bytes:.2f}" if step.num_bytes else "",
@@ -203,10 +201,12 @@ def _contrast(prefill: StepRecord, decode: StepRecord) -> str:
     """What makes a decode step slow for what it does."""
     if not (prefill.flops and prefill.num_bytes and decode.num_bytes):
         return f"{step_title(prefill)}; {step_title(decode)}."
+    if decode.dims["num_tokens"] >= prefill.dims["num_tokens"]:
+        return f"{step_title(prefill)}; {step_title(decode)}: as many tokens, so much the same work."
     flops, num_bytes = decode.flops / prefill.flops, decode.num_bytes / prefill.num_bytes
     return (
-        f"Prefill (step {prefill.index}) computes {count_tokens(prefill)} tokens at once, decode (step {decode.index}) "
-        f"{count_tokens(decode)}. Decode does {flops:.2f} times the FLOPs, yet moves {num_bytes:.2f} times the bytes: the "
+        f"Prefill (step {prefill.index}) computes {prefill.dims['num_tokens']} tokens at once, decode (step {decode.index}) "
+        f"{decode.dims['num_tokens']}. Decode does {flops:.2f} times the FLOPs, yet moves {num_bytes:.2f} times the bytes: the "
         f"weights are read for each step, however few tokens it has."
     )
 

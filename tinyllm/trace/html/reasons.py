@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.html.markup import Html, code, element, join
-from tinyllm.trace.html.words import show_dims, show_shape, with_numbers
+from tinyllm.trace.html.words import show_dims
 from tinyllm.trace.record import Operation, TensorRecord, to_symbol
-from tinyllm.trace.terminal.text import show_number
+from tinyllm.trace.shape_text import fill_numbers, show_tensor
+from tinyllm.trace.text import show_number
 
 Operations = Sequence[Operation]  # one, or of a folded row one a request
 
@@ -34,11 +35,8 @@ def _prose(text: str) -> Iterator[Html | str]:
 
 def pairs(operations: Operations) -> str:
     """The pairs of a query and a key that the causal mask keeps, of all; "" outside attention."""
-    if any(op.dense_flops is None or not op.flops for op in operations):
-        return ""
-    counts = [(op.sizes["query_len"], op.sizes["seq_len"]) for op in operations]
-    kept = sum(query_len * seq_len - query_len * (query_len - 1) // 2 for query_len, seq_len in counts)
-    return f"{kept}/{sum(query_len * seq_len for query_len, seq_len in counts)}"
+    counts = [op.pairs for op in operations if op.pairs]
+    return f"{sum(kept for kept, _ in counts)}/{sum(dense for _, dense in counts)}" if counts else ""
 
 
 def total_flops(operations: Operations) -> int | None:
@@ -66,7 +64,7 @@ def _formulas(operations: Operations) -> Iterator[Html]:
 
 def _formula(name: str, formula: str, operations: Operations, values: Sequence[int]) -> Html:
     """The formula and its value; of a folded row the first request's value and the sum."""
-    numbers = code(with_numbers(formula, operations[0].sizes))
+    numbers = code(fill_numbers(formula, operations[0].sizes).replace("*", "·"))
     if len(operations) == 1:
         return element("li", f"{name}: ", code(formula), " = ", numbers, f" = {values[0]:,}")
     who = f"; for {operations[0].request} "
@@ -84,7 +82,7 @@ def _named(operations: Operations) -> Iterator[Html]:
 
 def _value(tensor: TensorRecord) -> Html:
     view = f" view of {tensor.view_of}" if tensor.view_of else ""
-    return element("li", code(f"{tensor.name} {show_shape(tensor, True)} = {show_shape(tensor, False)}"), view or None)
+    return element("li", code(show_tensor(tensor)), view or None)
 
 
 # ---- each request's share ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tinyllm.trace.costs import KIND_LETTERS
 from tinyllm.trace.html.labels import LINE_HEIGHT, Box, Placed, Point, along, place_labels
 from tinyllm.trace.html.markup import Html, element, figure, group, label, line, outlines, picture, rect
 from tinyllm.trace.record import StepRecord
-from tinyllm.trace.terminal.text import show_number
+from tinyllm.trace.text import show_number
 
 LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 62, 30, 600, 400
 WIDTH, BOTTOM = LEFT + PLOT_WIDTH + 160, TOP + PLOT_HEIGHT

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tinyllm.trace.costs import KIND_LETTERS
-from tinyllm.trace.html.fold import LayerRun, fold_layers, fold_requests
+from tinyllm.trace.costs import KIND_LETTERS, bound_by
+from tinyllm.trace.fold import LayerRun, fold_layers, fold_requests
 from tinyllm.trace.html.markup import Html, code, disclosure, element, exact, join, table
 from tinyllm.trace.html.reasons import pairs, reasons, total_flops
-from tinyllm.trace.html.words import bound_by, show_dims, with_unit
+from tinyllm.trace.html.words import show_dims, with_unit
 from tinyllm.trace.record import Operation, StepRecord
-from tinyllm.trace.terminal.text import plural, show_number
+from tinyllm.trace.text import show_count, show_number
 
 HEADS = ("kind", "stage", "dimensions: symbols, then this step's numbers", "FLOP", "bytes", "FLOP/B")
 AS_ABOVE = "A row that does not open has the reasons of a row above: the same name, the same sizes."
@@ -34,12 +34,12 @@ class Row:
         first, last = self.operations[0], self.operations[-1]
         if len(self.operations) > 1:
             return f"{first.label} {first.request}…{last.request}"
-        return first.label + (f" {first.request}" if first.request else "")
+        return first.title
 
 
 def layer_tables(step: StepRecord, previous: StepRecord | None, ridge: float | None) -> Iterator[Html]:
     """All rows of the step; layer 0 is open, the layers equal to each other are one closed table."""
-    before = {_place(operation): operation for operation in previous.operations} if previous else {}
+    before = {operation.key: operation for operation in previous.operations} if previous else {}
     runs = fold_layers(step)
     known: set[Html] = set()
     for i, run in enumerate(runs):
@@ -55,11 +55,7 @@ def layer_tables(step: StepRecord, previous: StepRecord | None, ridge: float | N
 
 
 def _row(operations: tuple[Operation, ...], before: Mapping[tuple, Operation]) -> Row:
-    return Row(operations, tuple(before[_place(op)] for op in operations if _place(op) in before))
-
-
-def _place(operation: Operation) -> tuple:
-    return operation.path, operation.label, operation.request
+    return Row(operations, tuple(before[op.key] for op in operations if op.key in before))
 
 
 def _title(run: LayerRun, is_first: bool) -> str:
@@ -71,7 +67,7 @@ def _title(run: LayerRun, is_first: bool) -> str:
 
 def _costs(run: LayerRun, num_lines: int) -> str:
     num_rows = len(run.operations)
-    rows = f"{num_rows} {plural(num_rows, 'row')}" + (f" on {num_lines} lines" if num_lines < num_rows else "")
+    rows = show_count(num_rows, "row") + (f" on {num_lines} lines" if num_lines < num_rows else "")
     each = f"{with_unit(run.flops, 'FLOP')}, {with_unit(run.num_bytes, 'B')}"
     if run.count == 1:
         return f"{rows}: {each}"
@@ -106,7 +102,8 @@ def _line(row: Row, is_known: bool, ridge: float | None) -> Html:
         element("td", intensity),
     ]
     if ridge:
-        cells.append(element("td", bound_by(flops, num_bytes, ridge)))
+        is_unknown = flops is None and num_bytes
+        cells.append(element("td", "?" if is_unknown else bound_by(flops, num_bytes, ridge)))
     return element("tr", *cells, data_requests=count if count > 1 else None)
 
 

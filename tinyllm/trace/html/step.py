@@ -10,9 +10,10 @@ from tinyllm.trace.html.candidates import candidates_figure, fate
 from tinyllm.trace.html.markup import Html, code, disclosure, element, join, table
 from tinyllm.trace.html.roofline import roofline_figure
 from tinyllm.trace.html.rows import layer_tables
-from tinyllm.trace.html.words import Tokens, count_tokens, schedule_sentences, show_shape, with_unit
+from tinyllm.trace.html.words import Tokens, schedule_sentences, with_unit
 from tinyllm.trace.record import StepRecord
-from tinyllm.trace.terminal.text import plural, show_list, show_runs
+from tinyllm.trace.shape_text import show_shape
+from tinyllm.trace.text import show_count, show_list, show_runs
 
 BATCH_NOTES = {
     "token_ids": "the rows of the flat batch",
@@ -35,7 +36,7 @@ def render_step(
         join([title, costs], " "),
         element("h4", "What the scheduler decided"),
         element("ul", *(element("li", sentence) for sentence in schedule_sentences(step))),
-        *(_batch(step, tokens) if step.batch_values else ()),
+        *_batch(step, tokens),
         element("h4", "The block pool"),
         blocks_figure(step, previous),
         element("h4", "The stages"),
@@ -59,18 +60,18 @@ def _batch(step: StepRecord, tokens: Tokens) -> Iterator[Html]:
 
 def step_title(step: StepRecord) -> str:
     """As the terminal has it: number, phase, requests, tokens."""
-    num_reqs, num_tokens = len(step.requests), count_tokens(step)
-    counts = f"R={num_reqs} {plural(num_reqs, 'request')}, T={num_tokens} {plural(num_tokens, 'token')}"
+    num_reqs, num_tokens = len(step.requests), step.dims["num_tokens"]
+    counts = f"R={show_count(num_reqs, 'request')}, T={show_count(num_tokens, 'token')}"
     return f"Step {step.index}, {step.phase}: {counts}"
 
 
 def _batch_table(step: StepRecord) -> Html:
     rows = (
         element(
-            "tr", element("th", name, scope="row"), element("td", code(f"{show_shape(tensor, True)}={show_shape(tensor, False)}")),
+            "tr", element("th", name, scope="row"), element("td", code(show_shape(tensor.words, tensor.shape))),
             element("td", code(_values(step, name))), element("td", BATCH_NOTES.get(name, ""), class_="say"),
         )
-        for name, tensor in step.batch.items() if name in step.batch_values
+        for name, tensor in step.batch.items()
     )  # fmt: skip
     return table(f"step {step.index}, flat batch", ("tensor", "shape", "values", "meaning"), rows)
 
@@ -108,10 +109,10 @@ def _sampled(step: StepRecord) -> Iterator[Html]:
 
 
 def _totals(step: StepRecord, previous: StepRecord | None) -> str:
-    num_tokens, least = count_tokens(step), "at least " if step.has_unknown_flops else ""
+    num_tokens, least = step.dims["num_tokens"], "at least " if step.has_unknown_flops else ""
     out = sum(request.chosen is not None for request in step.requests)
     texts = [
-        f"{num_tokens} {plural(num_tokens, 'token')} in, {out} out: {least}{step.flops:,} FLOP and {step.num_bytes:,} bytes",
+        f"{show_count(num_tokens, 'token')} in, {out} out: {least}{step.flops:,} FLOP and {step.num_bytes:,} bytes",
         f"{step.flops / step.num_bytes:.2f} FLOPs per byte" if step.num_bytes else "",
         f"a ledger compared {step.num_compared} sizes, and all agree",
     ]

@@ -1,4 +1,4 @@
-"""What the record says, in words: tokens, decisions, changes, formulas."""
+"""What the record says, in words: tokens, decisions, changes, shapes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from tinyllm.trace.record import (
     RequestRecord,
     RunRecord,
     StepRecord,
-    TensorRecord,
 )
-from tinyllm.trace.terminal.text import make_printable, plural, show_number, show_runs
+from tinyllm.trace.shape_text import all_words, fill_template, in_numbers, in_symbols, with_slots
+from tinyllm.trace.text import make_printable, plural, show_count, show_number, show_runs
 
 SPACE = "␣"
 NUM_COLOURS = 7
@@ -31,16 +31,6 @@ def read_tokens(run: RunRecord) -> dict[tuple[str, int], str]:
             if request.chosen is not None:
                 tokens[request.label, request.seq_len] = request.chosen.text
     return tokens
-
-
-def count_tokens(step: StepRecord) -> int:
-    """The rows of the batch, also where the step failed before a tensor told."""
-    return sum(request.query_len for request in step.requests)
-
-
-def is_dry(request: RequestRecord) -> bool:
-    """Whether its tokens have no ids: a dry run."""
-    return any(token_id < 0 for token_id in request.token_ids[:1])
 
 
 def show_token(text: str) -> str:
@@ -88,20 +78,20 @@ def schedule_sentences(step: StepRecord) -> Iterator[str]:
         yield f"{', '.join(schedule.finished)} ended with the step before{back}."
     for preempted in schedule.preempted:
         yield _preempted(preempted)
-    yield from _shares(step.requests)
+    yield from _parts(step.requests)
     if schedule.waiting:
         who = f"{schedule.waiting[0]}: " if len(schedule.waiting) > 1 else ""
         yield f"{', '.join(schedule.waiting)} must wait ({who}{schedule.held_back})."
     if schedule.evicted_block_ids:
         yield f"{_blocks(schedule.evicted_block_ids).capitalize()} held cached tokens that are forgotten now: new tokens need the room."
-    num_tokens = count_tokens(step)
+    num_tokens = step.dims["num_tokens"]
     yield (
         f"Together {num_tokens} of the {schedule.token_budget} tokens that one step may compute; "
         f"{schedule.num_used_blocks} of {schedule.num_blocks - 1} blocks are in use."
     )
 
 
-def _shares(requests: Sequence[RequestRecord]) -> Iterator[str]:
+def _parts(requests: Sequence[RequestRecord]) -> Iterator[str]:
     """What each request computes; of more than two that decode, in one sentence."""
     decodes = [request for request in requests if request.is_decode]
     is_folded = len(decodes) > 2
@@ -110,13 +100,13 @@ def _shares(requests: Sequence[RequestRecord]) -> Iterator[str]:
         yield f"{len(decodes)} requests compute the token that each sampled last: {places}."
     for request in requests:
         if not (is_folded and request.is_decode):
-            yield _share(request)
+            yield _part(request)
         if request.hit:
             yield _hit(request, request.hit)
 
 
-def _share(request: RequestRecord) -> str:
-    count = f"{request.query_len} {plural(request.query_len, 'token')}"
+def _part(request: RequestRecord) -> str:
+    count = show_count(request.query_len, "token")
     if request.cut_by:
         some = f"{request.query_len} of the {request.num_left} tokens that are left"
         later = request.num_left - request.query_len
@@ -134,7 +124,7 @@ def _hit(request: RequestRecord, hit: PrefixHit) -> str:
     authors = " and ".join(
         "itself, earlier" if by == request.label else by or "an earlier run" for by in hit.computed_by
     )
-    count = f"{hit.num_tokens} {plural(hit.num_tokens, 'token')}"
+    count = show_count(hit.num_tokens, "token")
     return f"{request.label} found {_blocks(hit.block_ids)} in the cache, computed by {authors}: {count} are read, not computed again."
 
 
@@ -149,36 +139,27 @@ def _blocks(block_ids: tuple[int, ...]) -> str:
     return f"{plural(len(block_ids), 'block')} {show_runs(sorted(block_ids))}"
 
 
-# ---- shapes and formulas -----------------------------------------------------------------------------------------------
+# ---- shapes ------------------------------------------------------------------------------------------------------------
 
 
 def show_dims(operations: Sequence[Operation], is_symbolic: bool) -> str:
-    """A row's template with each tensor's dimensions in its place; ``.T`` turns them as the product uses them.
+    """A row's template with each tensor's dimensions in its place, as symbols or as sizes.
 
     The operations are one, or those of several requests: where their sizes differ, the least and the greatest stand.
     """
-    stage = operations[0].stage
-    template = (is_symbolic and stage.symbolic) or stage.template
-
-    def insert(match: re.Match[str]) -> str:
-        if match[1] not in operations[0].tensors:
-            return "?"
-        return show_shapes([op.tensors[match[1]] for op in operations], is_symbolic, is_turned=bool(match[2]))
-
-    filled = re.sub(r"\{([\w\[\]]+)(\.T)?\}", insert, template)
+    first = operations[0]
+    if is_symbolic:
+        filled = fill_template(first.stage.symbolic or first.stage.template, all_words(first), in_symbols)
+    else:
+        filled = fill_template(with_slots(first, first.stage.template), _ranges(operations), in_numbers)
     return re.sub(r"(\d)x\[", r"\1×[", filled).replace("->", "→").replace(" x ", " × ").replace("@", " @ ")
 
 
-def show_shapes(tensors: Sequence[TensorRecord], is_symbolic: bool, is_turned: bool = False) -> str:
-    """Dimensions in brackets, as symbols or as sizes; turned as a product uses a stored weight."""
-    shapes = zip(*(tensor.shape for tensor in tensors), strict=True)
-    texts = tensors[0].symbols if is_symbolic else tuple(map(show_range, shapes))
-    return f"[{','.join(texts[::-1] if is_turned else texts)}]"
-
-
-def show_shape(tensor: TensorRecord, is_symbolic: bool, is_turned: bool = False) -> str:
-    """One tensor's dimensions, as `show_shapes` has them."""
-    return show_shapes([tensor], is_symbolic, is_turned)
+def _ranges(operations: Sequence[Operation]) -> dict[str, list[str]]:
+    """The sizes of everything that goes in or comes out, by name."""
+    first = operations[0]
+    shapes = {name: [op.tensors[name].shape for op in operations] for name in (*first.inputs, *first.outputs)}
+    return {name: list(map(show_range, zip(*each, strict=True))) for name, each in shapes.items()}
 
 
 def show_range(sizes: Sequence[int]) -> str:
@@ -189,20 +170,3 @@ def show_range(sizes: Sequence[int]) -> str:
     """
     least, greatest = min(sizes), max(sizes)
     return str(least) if least == greatest else f"{least}–{greatest}"
-
-
-def with_numbers(formula: str, sizes: Mapping[str, int]) -> str:
-    """The formula with the size of each word.
-
-    >>> with_numbers("2*num_tokens*e", {"num_tokens": 13, "e": 4})
-    '2·13·4'
-    """
-    numbers = re.sub(r"[a-zA-Z_]\w*", lambda match: str(sizes.get(match[0], match[0])), formula)
-    return numbers.replace("*", "·")
-
-
-def bound_by(flops: int | None, num_bytes: int, ridge: float) -> str:
-    """What the time goes into on a machine with this many FLOPs per byte: "memory", "compute", or nothing at all."""
-    if not num_bytes or flops is None:
-        return "" if num_bytes == 0 else "?"
-    return "memory" if flops / num_bytes < ridge else "compute"

@@ -8,15 +8,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tinyllm.shapes import WORDS
 from tinyllm.trace.costs import KIND_LETTERS
-from tinyllm.trace.record import RunRecord, StepRecord, sum_up, to_symbol
+from tinyllm.trace.record import RunRecord, StepRecord, to_symbol
+from tinyllm.trace.shape_text import KV_WORDS, show_shape
+from tinyllm.trace.sums import sum_up
 from tinyllm.trace.terminal.blocks import block_rows, schedule_rows
 from tinyllm.trace.terminal.host import batch_rows, kv_row, render_completions, render_prompts, sampling_rows
-from tinyllm.trace.terminal.options import MAX_WIDTH, MIN_WIDTH, WIDTH, Options
+from tinyllm.trace.terminal.options import MAX_WIDTH, MIN_WIDTH, Options
 from tinyllm.trace.terminal.rows import cost_heads
 from tinyllm.trace.terminal.stage_view import check_wanted, near_stages, stage_names, stage_rows
-from tinyllm.trace.terminal.tensors import cut_into_sections, render_section, residual_row, rows_by_place
-from tinyllm.trace.terminal.text import cut_to, first_that_fits, fold_words, make_printable, plural, show_number
+from tinyllm.trace.terminal.tensors import residual_row, rows_by_key, section_rows
 from tinyllm.trace.terminal.totals import render_totals, step_line, total_row
+from tinyllm.trace.text import (
+    WIDTH,
+    cut_to,
+    first_that_fits,
+    fold_words,
+    make_printable,
+    show_count,
+    show_number,
+)
 
 __all__ = [
     "MAX_WIDTH",
@@ -54,7 +64,7 @@ def render_run(run: RunRecord, options: Options | None = None) -> Iterator[str]:
 def render_start(run: RunRecord, options: Options) -> Iterator[str]:
     """The header and the prompts of a run, of which no step need be there yet."""
     caching = "" if run.prefix_caching else "; no prefix caching"
-    pool = f"pool   KV cache [L,2,NB,bs,nk,d]=[{','.join(map(str, run.kv_shape))}] {run.kv_bytes / 1e6:.1f}MB"
+    pool = f"pool   KV cache {show_shape(KV_WORDS, run.kv_shape)} {run.kv_bytes / 1e6:.1f}MB"
     num_slots = run.kv_shape[2] * run.kv_shape[3]
     each = f", {show_number(run.kv_bytes / num_slots)}B a token"
     attention = f"  {run.attention} attention" if run.attention else ""
@@ -87,7 +97,7 @@ def render_header(titles: Sequence[str], dims: Mapping[str, int], options: Optio
     if options.full or options.op:
         columns += ["e: bytes of a value", "Hin, Hout: widths of a product"]
     if options.has_time:
-        columns += ["us: measured", "bound: the least it can take"]
+        columns += ["us: measured", "bound: its bytes from memory, or its FLOPs, alone"]
     if options.ridge is not None:
         columns.append(f"ridge {options.ridge:.1f} here (measured)")
     yield from fold_words("cols   ", columns, options.width)
@@ -116,9 +126,8 @@ def render_step(step: StepRecord, previous: StepRecord | None, options: Options)
     if not options.is_brief:
         yield kv_row(step, options)
     yield cost_heads(options)
-    known = rows_by_place(before) if before else {}
-    for section in cut_into_sections(step):
-        yield from render_section(section, step, known, options)
+    known = rows_by_key(before) if before else {}
+    yield from section_rows(step, known, options)
     yield from residual_row(step, options)
     yield from sampling_rows(step, options)
     yield total_row(step, options)
@@ -136,8 +145,9 @@ def render_next(suggestions: Iterable[str], options: Options) -> Iterator[str]:
 
 def _step_title(step: StepRecord, options: Options) -> str:
     num_reqs, num_tokens = len(step.requests), step.dims["num_tokens"]
-    counts = f"R={num_reqs} {plural(num_reqs, 'request')}  T={num_tokens} {plural(num_tokens, 'token')}"
+    counts = f"R={show_count(num_reqs, 'request')}  T={show_count(num_tokens, 'token')}"
     title = f"STEP {step.index}  {step.phase.upper()}  {counts}"
     took = f"{step.traced_ms:.0f} ms"
+    tracing = f"{took}, {step.reading_ms:.0f} of them tracing"
     room = options.width - len(title) - 8
-    return options.bar(title, first_that_fits([f"{took}, traced", took], room) if options.has_time else "")
+    return options.bar(title, first_that_fits([tracing, f"{took}, traced", took], room) if options.has_time else "")

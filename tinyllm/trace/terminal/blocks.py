@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from tinyllm.trace.record import BlockSpan, PreemptedRecord, PrefixHit, RequestRecord, StepRecord
 from tinyllm.trace.terminal.options import NAME, Options
 from tinyllm.trace.terminal.rows import host_row
-from tinyllm.trace.terminal.text import first_that_fits, plural, show_list, show_runs, show_span
+from tinyllm.trace.text import first_that_fits, plural, show_count, show_list, show_runs, show_span
 
 
 def schedule_rows(step: StepRecord, options: Options) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _waiting_row(step: StepRecord, options: Options) -> str:
     return f"P {f'held back {first}':{NAME}}" + first_that_fits(forms, options.end - 2 - NAME)
 
 
-def _share(request: RequestRecord) -> str:
+def _what_it_computes(request: RequestRecord) -> str:
     """``new +5``, ``+1``: whether it has just started or goes on with a prompt, and how many tokens it computes."""
     goes_on = "" if request.is_decode else "prefill "
     started_as = goes_on if request.started_as == "running" else request.started_as + " "
@@ -53,7 +53,7 @@ def _share(request: RequestRecord) -> str:
 
 def _schedule_row(step: StepRecord, options: Options) -> str:
     schedule = step.schedule
-    shares = ", ".join(f"{request.label} {_share(request)}" for request in step.requests)
+    shares = ", ".join(f"{request.label} {_what_it_computes(request)}" for request in step.requests)
     counts = Counter(request.started_as for request in step.requests)
     short = ", ".join(f"{count} {started_as}" for started_as, count in counts.items())
     budget = f"{step.dims['num_tokens']}/{schedule.token_budget}"
@@ -102,7 +102,7 @@ def _hit_row(request: RequestRecord, hit: PrefixHit, options: Options) -> str:
     count = len(hit.block_ids)
     blocks = plural(count, "block")
     authors = " and ".join(_author(author, request.label, blocks) for author in hit.computed_by)
-    counts = f"{count} {blocks}, {hit.num_tokens} {plural(hit.num_tokens, 'token')}"
+    counts = f"{count} {blocks}, {show_count(hit.num_tokens, 'token')}"
     ids = show_list(hit.block_ids, options.list_width)
     forms = [f"{ids} {authors}: read, not computed", f"{ids} {authors}", f"{ids}: not computed", ids]
     return host_row(options, f"prefix hit {request.label}", [counts, f"{count} {blocks}"], forms)

@@ -3,22 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tinyllm.shapes import evaluate
+from tinyllm.trace.costs import bound_by
 from tinyllm.trace.record import Operation, Stats, TensorRecord
+from tinyllm.trace.shape_text import fill_numbers, in_numbers, in_symbols, show_shape, strip_annotation, with_symbols
 from tinyllm.trace.terminal.options import NAME, Options
-from tinyllm.trace.terminal.rows import costs_of
-from tinyllm.trace.terminal.text import (
-    cut_to,
-    elide,
-    first_that_fits,
-    fold_words,
-    show_decimal,
-    show_number,
-    show_numbers,
-    show_symbols,
-    strip_annotation,
-    with_symbols,
-)
+from tinyllm.trace.text import cut_to, elide, first_that_fits, fold_words, show_decimal, show_number
 
 
 def grouped_rows(operation: Operation, options: Options) -> Iterator[str]:
@@ -26,7 +15,7 @@ def grouped_rows(operation: Operation, options: Options) -> Iterator[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in operation.locals:
         tensor = operation.tensors[name]
-        groups.setdefault((show_symbols(tensor), show_numbers(tensor)), []).append(name)
+        groups.setdefault((in_symbols(tensor.words), in_numbers(tensor.shape)), []).append(name)
     layout, label = options.layout, "inside"
     for (symbols, numbers), names in groups.items():
         left = f"  {options.leaf + label:{NAME}}"
@@ -47,17 +36,18 @@ def named_rows(operation: Operation, options: Options) -> Iterator[str]:
     layout = options.layout
     for name in operation.locals:
         tensor = operation.tensors[name]
+        symbols, numbers = in_symbols(tensor.words), in_numbers(tensor.shape)
         left = f"  {cut_to(options.leaf + name, NAME):{NAME - 1}} "
         view = f"view of {tensor.view_of}" if tensor.view_of else ""
         made = " ".join(filter(None, (view, strip_annotation(tensor.source, name))))
         if layout.source:
-            left += f"{show_symbols(tensor):{layout.symbolic}}{show_numbers(tensor):{layout.numeric // 2}}"
+            left += f"{symbols:{layout.symbolic}}{numbers:{layout.numeric // 2}}"
             text = [made, with_symbols(made)]
         elif options.full or not layout.numeric:
-            left += f"{show_symbols(tensor)}={show_numbers(tensor)}  "
+            left += f"{show_shape(tensor.words, tensor.shape)}  "
             text = [made, with_symbols(made)] if options.full else [view]
         else:
-            left += f"{show_symbols(tensor):{layout.symbolic}}{show_numbers(tensor)}  "
+            left += f"{symbols:{layout.symbolic}}{numbers}  "
             text = [view]
         yield cut_to(left + first_that_fits(text, max(4, options.end - len(left))), options.end).rstrip()
 
@@ -79,6 +69,7 @@ def formula_row(operation: Operation, options: Options) -> Iterator[str]:
 def detail_rows(operation: Operation, options: Options) -> Iterator[str]:
     """All that is known of a row: what it does, where, what it costs and why, and its tensors."""
     yield from _fact(options, "what", operation.summary.replace("``", "`").split())
+    yield from _fact(options, "path", [operation.path])
     yield from _fact(options, "source", [f"tinyllm/{operation.source}"])
     stage, sizes = operation.stage, operation.sizes
     note = stage.counted + ("" if operation.dense_flops is None else f"; without the mask {operation.dense_flops}")
@@ -87,7 +78,8 @@ def detail_rows(operation: Operation, options: Options) -> Iterator[str]:
     yield from _formula(options, "writes", stage.write, operation.bytes_written, sizes)
     yield from _bound(operation, options)
     if operation.kernels:
-        yield from _fact(options, "torch", [f"{kernel};" for kernel in operation.kernels])
+        *others, last = operation.kernels
+        yield from _fact(options, "torch", [*(f"{kernel};" for kernel in others), last])
     yield from tensor_rows(operation, options)
 
 
@@ -130,30 +122,18 @@ def _break(words: Sequence[str], room: int) -> Iterator[str]:
         yield line
 
 
-def fill_numbers(formula: str, sizes: Mapping[str, int]) -> str:
-    """The formula with each word's size in its place."""
-
-    def insert(match: re.Match[str]) -> str:
-        value = evaluate(match[0], sizes)
-        return match[0] if value is None else str(value)
-
-    return re.sub(r"[a-zA-Z_]\w*", insert, formula)
-
-
 def _bound(operation: Operation, options: Options) -> Iterator[str]:
-    costs = costs_of(operation)
-    if costs.intensity is None:
+    if operation.intensity is None:
         return
-    words = [f"{costs.intensity:.2f} FLOPs per byte"]
-    if options.ridge is not None:
-        sign = "<" if costs.intensity < options.ridge else ">"
-        words.append(f"{sign} ridge {options.ridge:.1f}: {costs.bound(options.ridge)}-bound")
+    words = [f"{operation.intensity:.2f} FLOPs per byte"]
+    bound = bound_by(operation.flops, operation.num_bytes, options.ridge)
+    if bound:
+        words.append(f"{'<' if bound == 'memory' else '>'} ridge {options.ridge:.1f}: {bound}-bound")
     yield from _fact(options, "intensity", words)
 
 
 def _tensor(tensor: TensorRecord, role: str, options: Options) -> Iterator[str]:
-    shape = f"{show_symbols(tensor)}={show_numbers(tensor)}"
-    words = [f"{shape} {tensor.dtype}", f"{show_number(tensor.num_bytes)}B {role}"]
+    words = [f"{show_shape(tensor.words, tensor.shape)} {tensor.dtype}", f"{show_number(tensor.num_bytes)}B {role}"]
     if tensor.view_of:
         words.append(f"view of {tensor.view_of}")
     if not tensor.is_contiguous:

@@ -4,23 +4,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from tinyllm.trace.record import RequestRecord, StepRecord
-from tinyllm.trace.terminal.options import ENDLESS, NAME, Options
+from tinyllm.trace.shape_text import show_shape
+from tinyllm.trace.terminal.options import NAME, Options
 from tinyllm.trace.terminal.rows import Forms, host_row, note_row
-from tinyllm.trace.terminal.text import (
+from tinyllm.trace.text import (
+    ENDLESS,
     as_many_as_fit,
     cut_to,
     elide,
     first_that_fits,
     make_printable,
-    plural,
     quote,
+    show_count,
     show_list,
     show_number,
-    show_numbers,
     show_pieces,
     show_runs,
     show_span,
-    show_symbols,
 )
 
 
@@ -32,8 +32,8 @@ def render_prompts(
     for label, text, words in prompts:
         pieces = [piece for word in words for piece in word]
         num_bytes, num_words = len(text.encode()), len(words)
-        counts = f"{num_words} {plural(num_words, 'word')} -> [{len(pieces)}]"
-        forms = (f"{num_bytes} {plural(num_bytes, 'byte')} -> {counts}", f"{num_bytes}B -> {counts}", counts)
+        counts = f"{show_count(num_words, 'word')} -> [{len(pieces)}]"
+        forms = (f"{show_count(num_bytes, 'byte')} -> {counts}", f"{num_bytes}B -> {counts}", counts)
         yield host_row(options, f"bpe {label}", (*forms, f"[{len(pieces)}]"), show_pieces(pieces))
 
 
@@ -48,8 +48,6 @@ def render_completions(completions: Iterable[tuple[str, str, str]], options: Opt
 
 def batch_rows(step: StepRecord, options: Options) -> Iterator[str]:
     """The tensors of the flat batch with their values."""
-    if not step.batch_values:  # the step failed before it had them
-        return
     requests, width = step.requests, options.layout.text
     yield from _token_rows(step, options)
     borders = step.batch_values["cu_seqlens_q"]
@@ -77,8 +75,9 @@ def _token_rows(step: StepRecord, options: Options) -> Iterator[str]:
     whole = show_list(step.batch_values["token_ids"], ENDLESS)
     joined = f"{whole}  positions {'  '.join(spans)}"
     room = options.width - 2 - NAME - options.layout.what
-    is_joined = options.is_brief and _has_values(step) and len(joined) <= room
-    ids = show_list(step.batch_values["token_ids"], width) if _has_values(step) else "no values: a dry run"
+    is_dry = any(request.is_dry for request in requests)
+    is_joined = options.is_brief and not is_dry and len(joined) <= room
+    ids = "no values: a dry run" if is_dry else show_list(step.batch_values["token_ids"], width)
     text = joined if is_joined else ids
     yield _tensor_row(step, options, "token_ids", text, [f"{form} -> " for form in lens])
     if not is_joined:
@@ -102,11 +101,6 @@ def kv_row(step: StepRecord, options: Options) -> str:
     what = f"{show_number(each)}B a token"
     forms = [f"this step writes {written}B; blocks held {held}B of {pool}B", f"writes {written}B; held {held}B/{pool}B"]
     return host_row(options, "kv bytes", what, [*forms, f"held {held}B/{pool}B"])
-
-
-def _has_values(step: StepRecord) -> bool:
-    """Whether the tokens have ids: in a dry run they have none."""
-    return all(token_id >= 0 for request in step.requests for token_id in request.token_ids[:1])
 
 
 def _block_table(step: StepRecord, options: Options) -> Iterator[str]:
@@ -135,9 +129,8 @@ def _slots_by_request(step: StepRecord) -> list[list[int]]:
 
 def _tensor_row(step: StepRecord, options: Options, name: str, text: Forms, prefixes: Sequence[str] = ()) -> str:
     tensor = step.batch[name]
-    return host_row(
-        options, name, [f"{prefix}{show_symbols(tensor)}={show_numbers(tensor)}" for prefix in (*prefixes, "")], text
-    )
+    shape = show_shape(tensor.words, tensor.shape)
+    return host_row(options, name, [f"{prefix}{shape}" for prefix in (*prefixes, "")], text)
 
 
 # --- the sampled tokens ---------------------------------------------------------------------------------------------------
@@ -163,7 +156,7 @@ def _method(request: RequestRecord) -> str:
 def _sampled(request: RequestRecord, width: int) -> Forms:
     if not request.samples:
         return "its token is thrown away: the prompt goes on", "thrown away: the prompt goes on", "thrown away"
-    if request.token_ids and request.token_ids[0] < 0:
+    if request.is_dry:
         return "no values, so no token: a dry run"
     if request.chosen is None:
         return "no token: the logits are NaN or all -inf", "no token: logits not finite"

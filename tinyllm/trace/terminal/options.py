@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-MIN_WIDTH, WIDTH, MAX_WIDTH = 60, 100, 200
-ENDLESS = 10**6  # columns of a line that nothing cuts
+from tinyllm.trace.text import ENDLESS, WIDTH
+
+MIN_WIDTH, MAX_WIDTH = 60, 200
 TWO_HALVES = 80  # from here on a row has symbols and numbers; below, symbols alone
 NAME = 15
 SYMBOLIC = 30, 36  # at the usual width, and at most

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
+from tinyllm.trace.costs import bound_by, bound_us
 from tinyllm.trace.record import Operation, StepRecord
 from tinyllm.trace.terminal.options import NAME, Options
-from tinyllm.trace.terminal.text import cut_to, first_that_fits, show_number
+from tinyllm.trace.text import cut_to, first_that_fits, show_number
 
 Forms = str | Iterable[str]  # one way to say it, or several, the longest first
 
@@ -24,17 +26,10 @@ class Costs:
         """FLOPs per byte."""
         return self.flops / self.num_bytes if self.flops is not None and self.num_bytes else None
 
-    def bound(self, ridge: float | None) -> str:
-        """``memory`` or ``compute``: what the time goes into; "" where it is unknown or nothing is moved."""
-        if ridge is None or self.intensity is None:
-            return ""
-        return "memory" if self.intensity < ridge else "compute"
-
-    def bound_us(self, ridge: float | None, bandwidth: float | None) -> float | None:
-        """The time that it takes at least, in microseconds."""
-        if bandwidth is None or ridge is None or self.flops is None:
-            return None
-        return 1e6 * max(self.num_bytes, self.flops / ridge) / bandwidth
+    def bound_by(self, ridge: float | None) -> str:
+        """``memory`` or ``compute``; "" where that is unknown, as with FLOPs that are only known to be more."""
+        bound = bound_by(self.flops, self.num_bytes, ridge)
+        return "" if self.is_lower_bound and bound == "memory" else bound
 
 
 def sum_costs(rows: Iterable[Operation | StepRecord]) -> Costs:
@@ -76,8 +71,12 @@ def cost_row(
 ) -> str:
     """A row with FLOPs, bytes and FLOPs per byte. An empty half leaves its columns to the other one."""
     layout = options.layout
-    if not numeric or not layout.numeric:
-        middle = first_that_fits(symbolic, options.end if options.is_whole else layout.symbolic + layout.numeric - 1)
+    if options.is_whole:
+        numbers = _whole(numeric, layout.numeric - 1)
+        symbols = _whole(symbolic, layout.symbolic - 1 if numbers else layout.symbolic + layout.numeric - 1)
+        middle = f"{symbols:{layout.symbolic - 1}} {numbers} " if numbers else f"{symbols} "
+    elif not numeric or not layout.numeric:
+        middle = first_that_fits(symbolic, layout.symbolic + layout.numeric - 1)
     else:
         middle = f"{first_that_fits(symbolic, layout.symbolic - 1):{layout.symbolic}}"
         middle += first_that_fits(numeric, layout.numeric - 1)
@@ -91,16 +90,22 @@ def cost_row(
     return left.rstrip()
 
 
+def _whole(forms: Forms, width: int) -> str:
+    """The first form, or the second where only that fits: these two leave nothing out. Too long they stay whole."""
+    first, *rest = [forms] if isinstance(forms, str) else islice(forms, 2)
+    return first if len(first) <= width or not rest else rest[0]
+
+
 def _cells(options: Options, costs: Costs) -> str:
-    intensity, bound_us = costs.intensity, costs.bound_us(options.ridge, options.bandwidth)
+    intensity, least_us = costs.intensity, bound_us(costs.flops, costs.num_bytes, options.ridge, options.bandwidth)
     count = "?" if costs.flops is None else (">" if costs.is_lower_bound else "") + show_number(costs.flops)
     texts = {
         "FLOP": count,
         "BYTE": show_number(costs.num_bytes),
         "F/B": "" if intensity is None else f"{intensity:.1f}" if intensity < 999.5 else show_number(intensity),
-        "": costs.bound(options.ridge)[:1],
+        "": costs.bound_by(options.ridge)[:1],
         "us": "" if costs.time_us is None else show_number(costs.time_us),
-        "bound": "" if bound_us is None else f"{bound_us:.1f}" if bound_us < 9.95 else show_number(bound_us),
+        "bound": "" if least_us is None else f"{least_us:.1f}" if least_us < 9.95 else show_number(least_us),
     }
     return "".join(f"{texts[title]:>{width}}" for title, width in options.layout.costs)
 

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tinyllm.errors import ConfigError, brief
 from tinyllm.trace.costs import STAGES
@@ -10,8 +10,8 @@ from tinyllm.trace.record import Operation, StepRecord
 from tinyllm.trace.terminal.details import detail_rows, tensor_rows
 from tinyllm.trace.terminal.options import NAME, Options
 from tinyllm.trace.terminal.rows import cost_heads, note_row
-from tinyllm.trace.terminal.tensors import operation_row, title_of
-from tinyllm.trace.terminal.text import cut_to
+from tinyllm.trace.terminal.tensors import operation_row
+from tinyllm.trace.text import cut_to
 from tinyllm.trace.values import Wanted, name_matcher
 
 MODULE_LABELS = (
@@ -44,6 +44,8 @@ def check_wanted(wanted: Wanted | None) -> None:
     """Refuse names and patterns of values that no row can have. Raises ConfigError, with the names near it."""
     if wanted is None or callable(wanted):
         return
+    if not isinstance(wanted, Iterable) or not all(isinstance(name, str) for name in wanted):
+        raise ConfigError(f"values is {brief(wanted)}; expected names of rows, such as 'attend' or ['*_proj', 'mlp']")
     for name in wanted.split(",") if isinstance(wanted, str) else wanted:
         matches = name_matcher([name])
         known = [word for stage in stage_names() for word in (stage, stage.split()[0], f"{stage}.forward")]
@@ -59,7 +61,7 @@ def is_stage(operation: Operation, name: str) -> bool:
     titles = (
         operation.label,
         operation.label.split()[0],
-        title_of(operation),
+        operation.title,
         function,
         function.removeprefix("apply_"),
         *operation.path.split("."),
@@ -89,14 +91,15 @@ def stage_rows(step: StepRecord, options: Options) -> Iterator[str]:
         if twin is operation:
             yield from detail_rows(operation, options)
         else:
-            yield note_row(options, f"all as in layer {twin.layer}" if twin.layer is not None else "all as above")
+            is_elsewhere = twin.layer is not None and twin.layer != operation.layer
+            yield note_row(options, f"all as in layer {twin.layer}" if is_elsewhere else f"all as in {twin.path}")
             if options.has_values:
                 yield from tensor_rows(operation, options)
 
 
 def _name(operation: Operation) -> str:
     """The layer first, as rows of several layers stand together; then as much of the title as fits."""
-    title = title_of(operation)
+    title = operation.title
     return title if operation.layer is None else cut_to(f"{operation.layer} {title}", NAME - 1)
 
 

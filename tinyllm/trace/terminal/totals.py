@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from tinyllm.trace.record import ACTIVATIONS, KV, WEIGHTS, RunSums, StepRecord, Sums
+from tinyllm.trace.record import ACTIVATIONS, KV, WEIGHTS, StepRecord
+from tinyllm.trace.sums import RunSums, Sums
 from tinyllm.trace.terminal.options import TWO_HALVES, Options
 from tinyllm.trace.terminal.rows import Costs, cost_row, sum_costs
-from tinyllm.trace.terminal.text import first_that_fits, plural, show_number
+from tinyllm.trace.text import first_that_fits, show_count, show_number
 
 
 def total_row(step: StepRecord, options: Options) -> str:
@@ -20,7 +21,7 @@ def step_line(step: StepRecord, options: Options) -> str:
     """A step that is not asked for, in one line."""
     num_reqs = len(step.requests)
     texts = _tokens(step.dims["num_tokens"], _count_chosen(step))
-    who = f"{num_reqs} {plural(num_reqs, 'request')}"
+    who = show_count(num_reqs, "request")
     return cost_row(
         options, "=", f"step {step.index}", [f"{step.phase}, {text}" for text in texts], who, sum_costs([step])
     )
@@ -31,9 +32,9 @@ def _count_chosen(step: StepRecord) -> int:
 
 
 def _tokens(num_in: int, num_out: int) -> tuple[str, ...]:
-    tokens_in = f"{num_in} {plural(num_in, 'token')} in"
+    tokens_in = f"{show_count(num_in, 'token')} in"
     return (
-        f"{tokens_in}, {num_out} {plural(num_out, 'token')} out",
+        f"{tokens_in}, {show_count(num_out, 'token')} out",
         f"{tokens_in}, {num_out} out",
         f"{num_in} in, {num_out} out",
     )
@@ -45,7 +46,7 @@ def _ledger_notes(num_compared: int) -> list[str]:
 
 def _bound_notes(costs: Costs, options: Options) -> Iterator[str]:
     """``memory-bound (5.0 < ridge 8.2)``; nothing without a ridge."""
-    bound = costs.bound(options.ridge)
+    bound = costs.bound_by(options.ridge)
     if bound and costs.intensity is not None:
         sides = f"{costs.intensity:.1f} {'<' if bound == 'memory' else '>'}"
         yield f"{bound}-bound ({sides} ridge {options.ridge:.1f})"
@@ -61,7 +62,7 @@ def render_totals(sums: RunSums, options: Options) -> Iterator[str]:
     total = sums.total
     if not total.num_steps:
         return
-    steps = f"{total.num_steps} {plural(total.num_steps, 'step')}"
+    steps = show_count(total.num_steps, "step")
     what = [f"{steps}: {text}" for text in _tokens(total.num_tokens, total.num_chosen)]
     yield cost_row(options, "=", "run total", what, _ledger_notes(total.num_compared), _costs(total))
     if "prefill" in sums.phases and "decode" in sums.phases:
@@ -90,22 +91,25 @@ def _comparison(sums: RunSums, options: Options) -> Iterator[str]:
     for name, phase in sums.phases.items():
         yield _line(_cells(name, phase), is_narrow)
     prefill, decode = sums.phases["prefill"], sums.phases["decode"]
+    if decode.num_tokens * prefill.num_steps >= prefill.num_tokens * decode.num_steps:
+        return  # a step of prefill had no more tokens than one of decode: nothing to tell apart
     each, before = (phase.num_bytes / phase.num_tokens for phase in (decode, prefill))
     text = f"! a token of decode moves {each / before:.1f}x the bytes of one of prefill"
-    why = ": the weights are read for fewer tokens" if each > before else ""
-    yield first_that_fits([text + why, text, f"! decode: {each / before:.1f}x the bytes a token"], options.width)
+    why = f"{text}: the weights are read for fewer tokens"
+    yield first_that_fits([why, text, f"! decode: {each / before:.1f}x the bytes a token"], options.width)
 
 
 def _cells(name: str, phase: Sums) -> list[str]:
     num_bytes = phase.num_bytes
-    shares = [_share(phase.bytes_by_storage[storage], num_bytes) for storage in (WEIGHTS, KV, ACTIVATIONS)]
+    shares = [_percent(phase.bytes_by_storage[storage], num_bytes) for storage in (WEIGHTS, KV, ACTIVATIONS)]
     return [
-        name, str(phase.num_steps), str(phase.num_tokens), show_number(phase.flops), show_number(num_bytes),
+        name, str(phase.num_steps), str(phase.num_tokens),
+        (">" if phase.has_unknown_flops else "") + show_number(phase.flops), show_number(num_bytes),
         f"{phase.intensity or 0:.1f}", show_number(num_bytes / phase.num_tokens), *shares,
     ]  # fmt: skip
 
 
-def _share(part: int, whole: int) -> str:
+def _percent(part: int, whole: int) -> str:
     percent = 100 * part / max(1, whole)
     return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%"
 

@@ -43,9 +43,9 @@ COST_TERMS: dict[str, Term] = {
         "class Recorder",
     ),
     "bound": Term(
-        "the least microseconds that a row can take on this machine",
-        "the larger of its FLOPs and its bytes over the machine's two peaks",
-        "trace/calibrate.py",
+        "the microseconds that a row's bytes take from memory, or its FLOPs, alone: the larger of the two",
+        "the machine's two peaks, measured once; a row can be faster where its operands are still in a cache",
+        "trace/costs.py",
         "def bound_us",
     ),
     "ridge": Term(
@@ -57,14 +57,14 @@ COST_TERMS: dict[str, Term] = {
     "memory-bound": Term(
         "a row or step with fewer FLOPs per byte than the ridge; its row ends in m",
         "more arithmetic on the same bytes would cost no time: a larger batch is nearly free",
-        "trace/calibrate.py",
-        "def bound(",
+        "trace/costs.py",
+        "def bound_by",
     ),
     "compute-bound": Term(
         "a row or step with more FLOPs per byte than the ridge; its row ends in c",
         "each weight that is read serves many tokens: arithmetic takes longer than reading",
-        "trace/calibrate.py",
-        "def bound(",
+        "trace/costs.py",
+        "def bound_by",
     ),
     "BYTE/token": Term(
         "bytes that a phase moves for each token it computes",

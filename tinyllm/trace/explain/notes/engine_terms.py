@@ -121,6 +121,8 @@ ENGINE_TERMS: dict[str, Term] = {
         "bytes, words that merges never cross, then the pairs of the merge list",
         "tokenizer/bpe.py",
         "def encode_words",
+        "a token may be a piece of a character's bytes: an emoji of four bytes may be three tokens, and each prints "
+        "its bytes as escapes",
     ),
     "sampled": Term(
         "the token that each request got, with what else was likely",

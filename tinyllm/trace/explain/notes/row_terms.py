@@ -55,18 +55,18 @@ ROW_TERMS: dict[str, Term] = {
     "same": Term(
         "layers whose rows have the sizes of the layer above, printed once",
         "all layers have equal shapes; --layers all prints each",
-        "trace/terminal/tensors.py",
-        "def _fold_key",
+        "trace/fold.py",
+        "def fold_layers",
     ),
-    "alike": Term(
-        "rows of other requests that have the sizes of a row above, in one line",
-        "requests of equal length have equal shapes; --full or --step prints them all",
+    "others": Term(
+        "the rows of all requests but two, where a step has more than three, in one line with their sums",
+        "they differ from the two that are shown in their lengths alone; --full or --step prints them all",
         "trace/terminal/tensors.py",
-        "def _alike",
+        "def _others",
     ),
     "as before": Term(
         "rows that differ from the step before only in the step's own sizes, such as T, in one line",
-        "the weights are the same, only the rows are fewer; --full or --step prints them all",
+        "the weights are the same, only the number of rows differs; --full or --step prints them all",
         "trace/terminal/tensors.py",
         "def _only_rows_differ",
     ),

@@ -1,12 +1,12 @@
-"""Texts that fit: numbers, lists and names within a row's columns."""
+"""Texts that fit: numbers, lists and names within so many columns. Every view of a trace writes with these."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from tinyllm.shapes import WORDS
-from tinyllm.trace.record import TensorRecord, to_symbol
+WIDTH = 100  # columns of a line, where nobody asks for others
+ENDLESS = 10**6  # columns of a line that nothing cuts
 
 # --- one of several forms -------------------------------------------------------------------------------------------------
 
@@ -80,9 +80,13 @@ def show_decimal(value: float) -> str:
     return f"{value:.0f}" if 99.5 <= abs(value) < 99999.5 else f"{value:.2g}"
 
 
-def show_list(values: Sequence[int], width: int | None = None) -> str:
-    """All numbers, or both ends of a long list: as many as fit, or five and two where no width is given."""
-    texts = list(map(str, values))
+def show_list(values: Sequence[Any], width: int | None = None) -> str:
+    """All numbers, or both ends of a long list: as many as fit, or five and two where no width is given.
+
+    >>> show_list(range(20)), show_list([[1, 2], [3, 0]])
+    ('[0,1,2,3,4,...,18,19]', '[[1,2],[3,0]]')
+    """
+    texts = [show_list(value, width) if isinstance(value, list) else str(value) for value in values]
     if width is not None:
         return f"[{elide(texts, width - 2, ',')}]"
     if len(texts) > 8:
@@ -114,28 +118,9 @@ def plural(count: int, noun: str) -> str:
     return noun if count == 1 else noun + "s"
 
 
-# --- tensors and formulas -------------------------------------------------------------------------------------------------
-
-
-def show_symbols(tensor: TensorRecord) -> str:
-    """Its dimensions as symbols."""
-    return f"[{','.join(tensor.symbols)}]"
-
-
-def show_numbers(tensor: TensorRecord) -> str:
-    """Its sizes."""
-    return f"[{','.join(map(str, tensor.shape))}]"
-
-
-def with_symbols(text: str) -> str:
-    """A formula or a line of source with each dimension word as its symbol."""
-    return re.sub(r"[a-zA-Z_]\w*", lambda match: to_symbol(match[0]) if match[0] in WORDS else match[0], text)
-
-
-def strip_annotation(statement: str, name: str) -> str:
-    """What is assigned: ``= x + y`` of ``z: Float[Tensor, "..."] = x + y``; another statement stays as it is."""
-    text = re.sub(rf"^(?:\w+, )*{re.escape(name)}(?:, \w+)*(?:: .*?\])? = ", "= ", statement)
-    return re.sub(r"\s*([(\[])\s+|,?\s+([)\]])", lambda match: match[1] or match[2], text)
+def show_count(count: int, noun: str) -> str:
+    """``1 token``, ``5 tokens``."""
+    return f"{count} {plural(count, noun)}"
 
 
 # --- the user's text ------------------------------------------------------------------------------------------------------
