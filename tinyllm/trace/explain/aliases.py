@@ -26,6 +26,8 @@ ALIASES: dict[str, tuple[str, str, str]] = {  # name -> our word, whose name it 
     "repeat_kv": ("grouped_q", HUGGING_FACE, "it copies keys and values for each query head; this view copies nothing"),
     "n_rep": ("group_size", HUGGING_FACE, "repeat_kv copies keys and values that often; here nothing is copied"),
     "page_size": ("block_size", HUGGING_FACE, "its continuous batching calls a block a page"),
+    "block_tables": ("block_table", VLLM, "one row for each request"),
+    "max_num_batched_tokens": ("token budget", VLLM, "the setting; the row shows how much of it a step uses"),
     "page_table": ("block_table", "some attention kernels'", ""),
     "max_blocks_per_request": ("max_blocks", HUGGING_FACE, ""),
     "past_key_values": ("KV", HUGGING_FACE, "transformers 5 calls it cache"),

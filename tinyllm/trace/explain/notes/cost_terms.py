@@ -36,6 +36,12 @@ COST_TERMS: dict[str, Term] = {
         "def _element_size",
         "indices such as token ids take 8 bytes each, whatever e is",
     ),
+    "float32": Term(
+        "the dtype: how each value is stored, in float32 with 4 bytes, in bfloat16 with 2",
+        "weights and the KV cache are loaded as --dtype says; norms, angles and scores are computed in float32 in any case",
+        "weights/load.py",
+        "DTYPES",
+    ),
     "us": Term(
         "microseconds that a row took",
         "measured inside the tracer, its own reading taken off",

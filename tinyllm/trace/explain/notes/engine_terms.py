@@ -109,7 +109,19 @@ ENGINE_TERMS: dict[str, Term] = {
         "kv_cache.py",
         "class KVCache",
     ),
+    "last block": Term(
+        "of each request, the slots of its last block that hold a token, of all it has",
+        "a block is shared out whole: what is left there is for the request's next tokens",
+        "trace/scheduled.py",
+        "def num_in_last_block",
+    ),
     # --- texts and tokens ---
+    "seed": Term(
+        "what makes a drawn token repeatable: the noise is a pure function of seed, position and token id",
+        "each request has its own, drawn where none is given; printed, so that its answer can be repeated with --seed",
+        "request.py",
+        "def draw_seed",
+    ),
     "token": Term(
         "a piece of text that has a number in the vocabulary",
         "a model reads and writes these numbers alone",

@@ -10,6 +10,12 @@ ROW_TERMS: dict[str, Term] = {
         "trace/terminal/__init__.py",
         "def render_header",
     ),
+    "cols": Term(
+        "what the columns at the end of a row hold",
+        "costs follow from sizes alone: FLOP, BYTE and F/B are words that can be explained, too",
+        "trace/terminal/__init__.py",
+        "def render_header",
+    ),
     "kind": Term(
         "what sort of work a row does: its first letter",
         "the letters stand for the kinds that the header names",

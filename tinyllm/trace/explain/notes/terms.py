@@ -36,4 +36,7 @@ SPELLINGS: dict[str, str] = {  # other forms of a term that the trace prints
     "held": "block map",
     "view": "view of",
     "roofline": "ridge",
+    "bfloat16": "float32",
+    "dtype": "float32",
+    "hit": "prefix hit",
 }
