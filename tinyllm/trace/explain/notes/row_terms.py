@@ -123,7 +123,7 @@ ROW_TERMS: dict[str, Term] = {
     ),
     "view of": Term(
         "a tensor that reads another one's storage under other axes",
-        "nothing was copied; said only within one function, as storage is reused between them",
+        "nothing was copied; said of a function's own arguments alone, as storage is reused between functions",
         "trace/collect.py",
         "def _views_of",
     ),
