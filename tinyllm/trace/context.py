@@ -17,6 +17,7 @@ from tinyllm.trace.ledger import LedgerError
 from tinyllm.trace.record import AnswerRecord, Operation, PromptRecord, RunRecord, StepRecord, TensorRecord
 from tinyllm.trace.recorder import Recorder, TraceError
 from tinyllm.trace.session import StepReader, answer_record, prompt_record, start_run, token_text
+from tinyllm.trace.shape_text import in_numbers, in_symbols
 from tinyllm.trace.terminal import check_wanted, render_run
 from tinyllm.trace.text import show_count
 from tinyllm.trace.to_json import run_to_json
@@ -184,8 +185,8 @@ class Trace:
         ]  # fmt: skip
 
     def __repr__(self) -> str:
-        num_tokens = sum(request.chosen is not None for step in self.steps for request in step.requests)
-        steps, tokens = show_count(len(self.steps), "step"), show_count(num_tokens, "token")
+        steps = show_count(len(self.steps), "step")
+        tokens = show_count(sum(step.num_chosen for step in self.steps), "token")
         return f"<Trace: {steps}, {tokens} sampled, {show_count(len(self.calls), 'call')} outside steps>"
 
     def __str__(self) -> str:
@@ -238,7 +239,7 @@ def _prompt(llm: LLM | None, label: str, request: Request) -> PromptRecord:
 def _row(step: StepRecord, operation: Operation) -> dict[str, Any]:
     def show(names: Sequence[str], numeric: bool) -> str:
         tensors = [operation.tensors[name] for name in names]
-        return ", ".join(f"[{','.join(map(str, t.shape if numeric else t.symbols))}]" for t in tensors)
+        return ", ".join(in_numbers(t.shape) if numeric else in_symbols(t.words) for t in tensors)
 
     return {
         "step": step.index,

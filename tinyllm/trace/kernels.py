@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tinyllm.trace.shape_text import in_numbers
+
 
 class KernelWatch(TorchDispatchMode):
     """Tells `on_kernel` of every operator that runs while the mode is on: ``aten.bmm`` and the sizes of what it gave.
@@ -35,7 +37,7 @@ class KernelWatch(TorchDispatchMode):
 def describe_kernel(func: Any, result: Any) -> str:
     """The operator's name and the sizes of what it gave."""
     tensors = [item for item in (result if isinstance(result, tuple | list) else [result]) if isinstance(item, Tensor)]
-    shapes = " ".join(f"[{','.join(map(str, tensor.shape))}]" for tensor in tensors)
+    shapes = " ".join(in_numbers(tensor.shape) for tensor in tensors)
     return str(func.overloadpacket) + (f" -> {shapes}" if shapes else "") + (" view" if _is_view(func) else "")
 
 

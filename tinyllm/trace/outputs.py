@@ -116,7 +116,6 @@ class TextOutput:
     console: Console
     _sums: RunSums = field(default_factory=RunSums)
     _previous: StepRecord | None = None
-    _num_steps: int = 0
 
     def start(self, run: RunRecord) -> None:
         """Print the header and the prompts."""
@@ -129,14 +128,15 @@ class TextOutput:
         self._print_rows(render_step(step, self._previous, self.options))
         self._sums.add(step)
         self._previous = step
-        self._num_steps += 1
 
     def end(self, run: RunRecord) -> None:
         """Print the sums, the answers and what to try next."""
         self._print_rows(render_totals(self._sums, self.options))
         if run.answers:
             self._print_plain(["", *render_answers(run, self.options)])
-        self._print_plain(render_next(suggestions(self.args, run.dims["num_layers"], self._num_steps), self.options))
+        self._print_plain(
+            render_next(suggestions(self.args, run.dims["num_layers"], self._sums.total.num_steps), self.options)
+        )
 
     def _print_rows(self, lines: Iterable[str]) -> None:
         self._print(Text(line, STYLES.get(line[:1], "")) for line in lines)

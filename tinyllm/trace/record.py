@@ -179,6 +179,11 @@ class StepRecord:
         return "mixed" if len(phases) == 2 else phases.pop()
 
     @property
+    def num_chosen(self) -> int:
+        """Tokens that were sampled and kept."""
+        return sum(request.chosen is not None for request in self.requests)
+
+    @property
     def flops(self) -> int:
         """The sum over all rows whose FLOPs are known."""
         return sum(operation.flops or 0 for operation in self.operations)

@@ -83,7 +83,7 @@ def warm_up(engine: Engine, requests: Sequence[Request]) -> None:
     comes once for each new shape, some microseconds a row, stays in the rows.
     """
     query_lens, block_size = (4, 1), engine.cache_config.block_size
-    num_blocks = -(-query_lens[0] // block_size)
+    num_blocks = engine.cache_config.count_blocks(query_lens[0])
     cache = CacheConfig(block_size, 1 + num_blocks + 1)
     kv_cache = KVCache(engine.model.config, cache, engine.kv_cache.kv.dtype, engine.device)
     ends, device = (requests[0], requests[-1]), engine.device

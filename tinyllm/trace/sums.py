@@ -27,7 +27,7 @@ class Sums:
         """Count one more step."""
         self.num_steps += 1
         self.num_tokens += step.dims["num_tokens"]
-        self.num_chosen += sum(request.chosen is not None for request in step.requests)
+        self.num_chosen += step.num_chosen
         self.flops += step.flops
         self.has_unknown_flops |= step.has_unknown_flops
         self.num_bytes += step.num_bytes

@@ -110,9 +110,8 @@ def _sampled(step: StepRecord) -> Iterator[Html]:
 
 def _totals(step: StepRecord, previous: StepRecord | None) -> str:
     num_tokens, least = step.dims["num_tokens"], "at least " if step.has_unknown_flops else ""
-    out = sum(request.chosen is not None for request in step.requests)
     texts = [
-        f"{show_count(num_tokens, 'token')} in, {out} out: {least}{step.flops:,} FLOP and {step.num_bytes:,} bytes",
+        f"{show_count(num_tokens, 'token')} in, {step.num_chosen} out: {least}{step.flops:,} FLOP and {step.num_bytes:,} bytes",
         f"{step.flops / step.num_bytes:.2f} FLOPs per byte" if step.num_bytes else "",
         f"a ledger compared {step.num_compared} sizes, and all agree",
     ]

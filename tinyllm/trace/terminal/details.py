@@ -163,14 +163,14 @@ def value_rows(stats: Stats, shape: Sequence[int], options: Options) -> Iterator
     if stats.row:
         yield from _lines([_show_row(stats.row, shape, options.end - NAME - 3)], options)
     if stats.largest:
-        tops = [f"{show_decimal(value)} at [{','.join(map(str, index))}]" for index, value in stats.largest]
+        tops = [f"{show_decimal(value)} at {in_numbers(index)}" for index, value in stats.largest]
         yield from _lines(["largest " + tops[0], *tops[1:]], options)
 
 
 def _show_row(row: Sequence[float], shape: Sequence[int], width: int) -> str:
     """The index of the row in its tensor, then as much of both ends as fits, or of the begin where no more is known."""
     index = [*(0 for _ in shape[:-2]), *(size - 1 for size in shape[-2:-1])]
-    left = f"row [{','.join(map(str, index))}] " if index else "all "
+    left = f"row {in_numbers(index)} " if index else "all "
     texts = [show_decimal(value) for value in row]
     length = shape[-1] if shape else 1
     if len(row) == length:

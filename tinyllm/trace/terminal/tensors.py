@@ -67,15 +67,16 @@ def _rows(
     Of many requests two are shown, and the rows of the others in one line.
     """
     unchanged = [operation for operation in operations if _only_rows_differ(operation, known)]
-    others = [operation for operation in _others(operations, step, options) if operation not in unchanged]
-    folded = {id(operation) for operation in (*unchanged, *others)}
+    folded = {operation.key for operation in unchanged}
+    others = [operation for operation in _others(operations, step, options) if operation.key not in folded]
+    folded |= {operation.key for operation in others}
     first_attend = next((operation for operation in operations if operation.function == "attend"), None)
     for operation in operations:
         if unchanged and operation is unchanged[0]:
             yield _unchanged_row(unchanged, options)
         if others and operation is others[0]:
             yield _others_row(others, options)
-        if id(operation) in folded:
+        if operation.key in folded:
             continue
         yield operation_row(operation, options)
         if operation.function == "gather_rows":

@@ -11,7 +11,7 @@ from tinyllm.trace.text import first_that_fits, show_count, show_number
 
 def total_row(step: StepRecord, options: Options) -> str:
     """One line for the step: tokens in and out, what bounds it or how much the ledger compared, costs."""
-    tokens = _tokens(step.dims["num_tokens"], _count_chosen(step))
+    tokens = _tokens(step.dims["num_tokens"], step.num_chosen)
     costs = sum_costs([step])
     notes = list(_bound_notes(costs, options)) or _ledger_notes(step.num_compared)
     return cost_row(options, "=", f"step {step.index} total", tokens, notes, costs)
@@ -20,15 +20,11 @@ def total_row(step: StepRecord, options: Options) -> str:
 def step_line(step: StepRecord, options: Options) -> str:
     """A step that is not asked for, in one line."""
     num_reqs = len(step.requests)
-    texts = _tokens(step.dims["num_tokens"], _count_chosen(step))
+    texts = _tokens(step.dims["num_tokens"], step.num_chosen)
     who = show_count(num_reqs, "request")
     return cost_row(
         options, "=", f"step {step.index}", [f"{step.phase}, {text}" for text in texts], who, sum_costs([step])
     )
-
-
-def _count_chosen(step: StepRecord) -> int:
-    return sum(request.chosen is not None for request in step.requests)
 
 
 def _tokens(num_in: int, num_out: int) -> tuple[str, ...]:
